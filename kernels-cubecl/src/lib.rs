@@ -9,16 +9,16 @@
 //! A file at the root holds an operation, its launch and its kernel. A folder holds code that
 //! operations share, or a family of operations. It uses only the folders above it in the table.
 //!
-//! | operation                | what it does                                                  |
-//! |--------------------------|---------------------------------------------------------------|
-//! | `tensor_amax.rs`         | [`amax()`]: largest magnitude of a tensor or of its rows      |
-//! | `quantize.rs`            | codes and scales                                              |
-//! | `quantize_by_hessian.rs` | codes and scales that minimize `r^T H r` of each block        |
-//! | `fake_quantize.rs`       | quantizes and dequantizes in one pass                         |
-//! | `dequantize.rs`          | dense values of codes and scales                              |
-//! | `squared_error.rs`       | squared error of a packed tensor                              |
+//! | operation                | what it does                                                     |
+//! |--------------------------|------------------------------------------------------------------|
+//! | `tensor_amax.rs`         | [`amax()`]: largest magnitude of a tensor or of its rows         |
+//! | `quantize.rs`            | codes and scales                                                 |
+//! | `quantize_by_hessian.rs` | codes and scales that minimize `r^T H r` of each block           |
+//! | `fake_quantize.rs`       | quantizes and dequantizes in one pass                            |
+//! | `dequantize.rs`          | dense values of codes and scales                                 |
+//! | `squared_error.rs`       | squared error of a packed tensor                                 |
 //! | `hadamard.rs`            | Hadamard transform before the operands of a matmul are quantized |
-//! | `gram.rs`                | [`add_gram`]: `X^T X`, the second moments of a layer's inputs |
+//! | `gram.rs`                | [`add_gram`]: `X^T X`, the second moments of a layer's inputs    |
 //!
 //! | folder      | what it holds                                                              |
 //! |-------------|----------------------------------------------------------------------------|

@@ -106,7 +106,7 @@ pub fn cast(
 fn check(name: &str, weight: &Fp4Weight<'_>) -> Result<(), CheckpointError> {
     let blocks = weight.cols() / weight.block_size;
     let multipliers = weight.multipliers();
-    // GGUF states a tensor scale beside any format.
+    // GGUF states a tensor scale with any format.
     check_scales(weight.format, blocks, &weight.plain_scales(), &[])
         .and_then(|()| check_scales(Fp4Format::NvFp4, blocks, &[], &multipliers))
         .map_err(|problem| CheckpointError::tensor(Path::new(""), name, problem))

@@ -17,7 +17,7 @@ pub enum CheckpointError {
         source: std::io::Error,
     },
     /// The file system refused bytes of one tensor.
-    #[error("{}: tensor `{tensor}`: {source}", .file.display())]
+    #[error("{}: tensor `{tensor}`: {source}{}", .file.display(), missing(.source))]
     TensorIo {
         /// The file (shard) that was read or written.
         file: PathBuf,
@@ -47,7 +47,10 @@ pub enum CheckpointError {
         all: PathBuf,
     },
     /// The header of a file is not of its format.
-    #[error("{}: header: expected {expected}, found {found}", .path.display())]
+    #[error(
+        "{}: header: expected {expected}, found {found}; download or make the file again",
+        .path.display()
+    )]
     Header {
         /// The file.
         path: PathBuf,
@@ -57,7 +60,7 @@ pub enum CheckpointError {
         found: u64,
     },
     /// A text is not the JSON that it should be.
-    #[error("{}: {what}: {source}", .path.display())]
+    #[error("{}: {what}: {source}; correct the file or download it again", .path.display())]
     Json {
         /// The file.
         path: PathBuf,
@@ -233,7 +236,7 @@ pub enum CheckpointError {
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No weight would be quantized.
-    #[error("none of {tensors} tensors would be quantized: {reasons}; {remedy}")]
+    #[error("none of {} would be quantized: {reasons}; {remedy}", counted(*.tensors))]
     NothingSelected {
         /// How many there are.
         tensors: usize,
@@ -253,7 +256,8 @@ pub enum CheckpointError {
     },
     /// A pattern of a user matches nothing.
     #[error(
-        "`{list}` pattern `{pattern}` matches none of {tensors} tensors{}", hint(.nearest, .first)
+        "`{list}` pattern `{pattern}` matches none of {}{}",
+        counted(*.tensors), hint(.nearest, .first)
     )]
     NoMatch {
         /// Which list it is of.
@@ -336,7 +340,10 @@ pub enum TensorProblem {
         found: u64,
     },
     /// The bytes lie outside the file, overlap others, or leave a hole.
-    #[error("bytes {begin}..{end}: expected {expected} within {limit} bytes of data")]
+    #[error(
+        "bytes {begin}..{end}: expected {expected} within {limit} bytes of data{}",
+        cut_off(*.end, *.limit)
+    )]
     Offsets {
         /// Offset of the first byte, from the start of the data.
         begin: u64,
@@ -348,10 +355,10 @@ pub enum TensorProblem {
         limit: u64,
     },
     /// Its name stands twice in a file, or in two files.
-    #[error("it is there twice")]
+    #[error("it is there twice; remove one, or download the model again")]
     Duplicate,
     /// The index names it, its file does not have it, or the other way round.
-    #[error("expected in {expected}, but it is not there")]
+    #[error("expected in {expected}, but it is not there; download the model again")]
     NotThere {
         /// The file that should have or name it.
         expected: String,
@@ -364,8 +371,14 @@ pub enum TensorProblem {
         /// Bytes of the file when the tensor was read.
         found: u64,
     },
+    /// A number in f64 is finite, and too large for f32.
+    #[error("the value {found:e} is beyond the range of f32; keep the weight, or scale it down")]
+    BeyondF32 {
+        /// The number.
+        found: f64,
+    },
     /// A tensor without which this one means nothing is missing.
-    #[error("it needs `{companion}`, which is missing")]
+    #[error("it needs `{companion}`, which is missing; download the model again")]
     Missing {
         /// Name of the missing tensor.
         companion: String,
@@ -381,6 +394,23 @@ pub enum TensorProblem {
     /// The codes and scales are no matrix of the format.
     #[error(transparent)]
     Format(#[from] FormatError),
+}
+
+/// The remedy for a file that is not there.
+fn missing(source: &std::io::Error) -> &'static str {
+    match source.kind() {
+        std::io::ErrorKind::NotFound => "; the file is missing: download it",
+        _ => "",
+    }
+}
+
+/// The remedy for a file that ends before a tensor does.
+fn cut_off(end: u64, limit: u64) -> &'static str {
+    if end > limit { "; the file is cut off: download it again" } else { "" }
+}
+
+fn counted(tensors: usize) -> String {
+    format!("{tensors} tensor{}", if tensors == 1 { "" } else { "s" })
 }
 
 /// The file of a tensor, if it is in one.

@@ -1,9 +1,9 @@
 //! A weight in FP8: the values of a file and their scales, decoded on request.
 //!
-//! | scales | shape | who |
+//! | scales | shape | written by |
 //! |---|---|---|
-//! | per tensor | `[]` or `[1]`, one a matrix | ModelOpt FP8, compressed-tensors float-quantized |
-//! | per row | `[.., N]` or `[.., N, 1]` | compressed-tensors "channel", ModelOpt per channel |
+//! | per tensor | `[]` or `[1]`, one a matrix | ModelOpt, compressed-tensors |
+//! | per row | `[.., N]` or `[.., N, 1]` | compressed-tensors, ModelOpt per channel |
 //! | blocks | `[.., N/128, K/128]`, rounded up | DeepSeek, ModelOpt FP8_PB_WO |
 //! | MXFP8 | `[.., N, K/32]`, E8M0 | OCP MX 1.0; ModelOpt, compressed-tensors mxfp8 |
 //!

@@ -1,19 +1,19 @@
 //! Values of ggml's quantized types, decoded record by record.
 //!
-//! | record | scales, at the front unless said | elements |
-//! |---|---|---|
-//! | Q4_0, Q5_0 | d | `d * (q - 8)`, `d * (q - 16)` |
-//! | Q4_1, Q5_1 | d, m | `d * q + m` |
-//! | Q8_0 | d | `d * q` |
-//! | IQ4_NL | d | `d * LEVELS[q]` |
-//! | Q2_K | behind: d, m; of 16 elements s and t of 4 bits | `(d * s) * q - m * t` |
-//! | Q3_K | behind: d; of 16 elements s of 6 bits | `(d * (s - 32)) * (q - 4)` |
-//! | Q4_K, Q5_K | d, m; of 32 elements s and t of 6 bits | `(d * s) * q - m * t` |
-//! | Q6_K | behind: d; of 16 elements s of 8 bits | `(d * s) * (q - 32)` |
-//! | IQ4_XS | d; of 32 elements s of 6 bits | `(d * (s - 32)) * LEVELS[q]` |
+//! | record     | scales, at the front unless said               | elements                      |
+//! |------------|------------------------------------------------|-------------------------------|
+//! | Q4_0, Q5_0 | d                                              | `d * (q - 8)`, `d * (q - 16)` |
+//! | Q4_1, Q5_1 | d, m                                           | `d * q + m`                   |
+//! | Q8_0       | d                                              | `d * q`                       |
+//! | IQ4_NL     | d                                              | `d * LEVELS[q]`               |
+//! | Q2_K       | behind: d, m; of 16 elements s and t of 4 bits | `(d * s) * q - m * t`         |
+//! | Q3_K       | behind: d; of 16 elements s of 6 bits          | `(d * (s - 32)) * (q - 4)`    |
+//! | Q4_K, Q5_K | d, m; of 32 elements s and t of 6 bits         | `(d * s) * q - m * t`         |
+//! | Q6_K       | behind: d; of 16 elements s of 8 bits          | `(d * s) * (q - 32)`          |
+//! | IQ4_XS     | d; of 32 elements s of 6 bits                  | `(d * (s - 32)) * LEVELS[q]`  |
 //!
-//! d and m are f16, every operation is one of f32, and nothing is fused: the bits are those of
-//! `gguf.quants.dequantize`.
+//! d and m are f16, every operation is one of f32, and nothing is fused. `gguf.quants.dequantize`
+//! gives the same bits.
 //!
 //! Sources: the structs of `ggml-common.h`, and `gguf-py/gguf/quants.py`, of llama.cpp.
 

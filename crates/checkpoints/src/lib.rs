@@ -45,26 +45,26 @@
 //! # }
 //! ```
 //!
-//! | file | what it holds |
-//! |---|---|
-//! | `container/` | [`Container`]: safetensors files and folders, GGUF; headers checked first |
-//! | `tensor.rs` | [`Tensor`], a view; `dtype.rs`: what its numbers are; `ggml.rs`: ggml's as f32 |
-//! | `weight.rs` | [`Weight`], [`Model`]: what tensors are put together to |
-//! | `fp4.rs` | [`Fp4Weight`], [`TensorScale`] as stated; `storage.rs`: in which order bytes lie |
-//! | `stacked.rs` | [`Fp4Weight::split`] and [`Fp4Weight::join`]: experts one by one and stacked |
-//! | `fp8.rs` | [`Fp8Weight`], and its values |
-//! | `dialect/` | [`Dialect`], one file for each, and [`DIALECTS`] |
-//! | `patterns.rs` | [`Pattern`]: lists of modules in everyone's syntax |
-//! | `checkpoint.rs` | [`Checkpoint`]: a container in its dialect |
-//! | `cast.rs` | [`cast`](cast::cast): NVFP4 to MXFP4 and back |
-//! | `write.rs` | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
-//! | `facts.rs` | [`Fp4Facts`]: codes and scales, counted; `traps.rs`: [`traps`] that show there |
-//! | `reader.rs` | [`Reader`]: bytes by reading files, which may change, instead of maps |
-//! | `system.rs` | calls of the system on files: offsets, space, hints |
-//! | `architecture/` | what a weight is to its model: `table.rs` has a row an architecture |
-//! | `selection/` | [`Selection`](selection::Selection): which weights become FP4, by their names |
-//! | `json.rs` | JSON text as Python's `json` module writes it |
-//! | `error.rs` | [`CheckpointError`] |
+//! | file            | what it holds                                                              |
+//! |-----------------|----------------------------------------------------------------------------|
+//! | `container/`    | [`Container`]: safetensors files and folders, GGUF                         |
+//! | `tensor.rs`     | [`Tensor`], a view; `dtype.rs`: its numbers; `ggml.rs`: ggml's as f32      |
+//! | `weight.rs`     | [`Weight`], [`Model`]: tensors put together to weights                     |
+//! | `fp4.rs`        | [`Fp4Weight`], [`TensorScale`] as stated; `storage.rs`: the order of bytes |
+//! | `stacked.rs`    | [`Fp4Weight::split`] and [`Fp4Weight::join`]: experts                      |
+//! | `fp8.rs`        | [`Fp8Weight`], and its values                                              |
+//! | `dialect/`      | [`Dialect`], one file for each, and [`DIALECTS`]                           |
+//! | `patterns.rs`   | [`Pattern`]: lists of modules in everyone's syntax                         |
+//! | `checkpoint.rs` | [`Checkpoint`]: a container in its dialect                                 |
+//! | `cast.rs`       | [`cast`](cast::cast): NVFP4 to MXFP4 and back                              |
+//! | `write.rs`      | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
+//! | `facts.rs`      | [`Fp4Facts`]: codes and scales, counted; `traps.rs`: [`traps`]             |
+//! | `reader.rs`     | [`Reader`]: bytes by reading files, which may change, instead of maps      |
+//! | `system.rs`     | calls of the system on files: offsets, space, hints                        |
+//! | `architecture/` | roles of weights: `table.rs` has a row for each architecture               |
+//! | `selection/`    | [`Selection`](selection::Selection): which weights become FP4              |
+//! | `json.rs`       | JSON text as Python's `json` module writes it                              |
+//! | `error.rs`      | [`CheckpointError`]                                                        |
 
 #![warn(missing_debug_implementations)]
 

@@ -176,8 +176,7 @@ impl<'c> Reader<'c> {
         let mut values = Vec::with_capacity(tensor.len());
         for piece in tensor.pieces() {
             let bytes = self.bytes(&tensor.name, piece)?;
-            let read = tensor.dtype.decode(&bytes, &mut values);
-            read.ok_or_else(|| tensor.not_floats())?;
+            tensor.append_values(&bytes, &mut values)?;
         }
         Ok(values)
     }

@@ -54,7 +54,7 @@ impl Fp4Weight<'_> {
             like(pair[0].1, pair[1])?;
         }
         let all = || weights.iter().map(|(_, weight)| *weight);
-        // Tiles are those of a single matrix.
+        // Tiles belong to a single matrix.
         let tiled = matches!(first.storage, Storage::Tiled { .. });
         let as_stored = !tiled && all().all(|weight| weight.storage == first.storage);
         let bytes = |stored: fn(&'_ Fp4Weight<'_>) -> Vec<u8>, rows: fn(&'_ Fp4Weight<'_>) -> _| {

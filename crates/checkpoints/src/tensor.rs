@@ -98,13 +98,33 @@ impl<'a> Tensor<'a> {
     /// bits of `gguf.quants.dequantize`.
     ///
     /// # Errors
-    /// [`TensorProblem::Dtype`] if they are others, [`TensorProblem::Bytes`] or
-    /// [`TensorProblem::Size`] if the bytes are not as many as the shape takes.
+    /// [`TensorProblem::Dtype`] if they are others, [`TensorProblem::BeyondF32`] if one is too
+    /// large, [`TensorProblem::Bytes`] or [`TensorProblem::Size`] if the bytes are not as many as
+    /// the shape takes.
     pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
         self.check_bytes()?;
         let mut values = Vec::new();
-        let decoded = self.dtype.decode(&self.bytes, &mut values);
-        decoded.map(|()| values).ok_or_else(|| self.not_floats())
+        self.append_values(&self.bytes, &mut values)?;
+        Ok(values)
+    }
+
+    /// Appends the values of some of its bytes as f32.
+    pub(crate) fn append_values(
+        &self,
+        bytes: &[u8],
+        values: &mut Vec<f32>,
+    ) -> Result<(), CheckpointError> {
+        let begin = values.len();
+        self.dtype.decode(bytes, values).ok_or_else(|| self.not_floats())?;
+        if self.is(&[Dtype::F64]) {
+            let numbers = bytes.as_chunks().0.iter().map(|&number| f64::from_le_bytes(number));
+            let mut pairs = numbers.zip(&values[begin..]);
+            let beyond = pairs.find(|(number, value)| number.is_finite() && value.is_infinite());
+            if let Some((found, _)) = beyond {
+                return Err(self.error(TensorProblem::BeyondF32 { found }));
+            }
+        }
+        Ok(())
     }
 
     /// Decodes its numbers to a tensor of `dtype`. Only a piece of them is in f32 at a time.
@@ -117,8 +137,7 @@ impl<'a> Tensor<'a> {
         // One piece at least: a tensor of no values is checked too.
         for piece in self.pieces().chain(self.is_empty().then_some(&[][..])) {
             values.clear();
-            let read = self.dtype.decode(piece, &mut values);
-            read.ok_or_else(|| self.not_floats())?;
+            self.append_values(piece, &mut values)?;
             append(&values, dtype, &mut bytes).ok_or_else(|| self.wrong_dtype(TO_DECODE_TO))?;
         }
         Tensor::new(self.name.to_string(), dtype, self.shape.to_vec(), bytes)

@@ -142,7 +142,7 @@ pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
 
 /// Finds traps in weights that inference engines run as one.
 fn together(model: &Model<'_>, facts: &[Option<Fp4Facts>], traps: &mut Vec<Trap>) {
-    // Those of a dialect that is only read are unknown.
+    // The readers of a dialect that is only read are unknown.
     let written = dialect::writer(model.quantization.dialect);
     let fused = written.map_or(true, |(_, writer)| writer.fuses());
     for members in families(model) {

@@ -66,7 +66,7 @@ pub struct Model<'a> {
     pub sidecars: Vec<PathBuf>,
 }
 
-/// Facts of a source's quantization besides the weights.
+/// Facts of a source's quantization other than the weights.
 #[derive(Debug, Clone, Default)]
 pub struct Quantization {
     /// The dialect it was read from; empty if it was made in memory.

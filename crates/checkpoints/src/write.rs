@@ -63,12 +63,12 @@ impl<'a> Model<'a> {
     ) -> Result<WriteReport, CheckpointError> {
         let path = path.as_ref();
         let planned = self.plan(dialect, options)?;
-        // A file without texts beside it is GGUF, which is opened by the end of its name.
+        // A plan without texts is a GGUF file, which is opened by the end of its name.
         if planned.plan.texts.is_none() && path.extension().is_none_or(|end| end != "gguf") {
             let expected = "a path that ends in .gguf, as the dialect `gguf` is written to a file";
             return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
         }
-        let mut output = planned.create(path, "", Start::Anew)?;
+        let mut output = planned.create(path, "", Start::Over)?;
         for (at, weight) in self.weights.iter().enumerate() {
             output.write(at, weight)?;
         }

@@ -1,5 +1,6 @@
 //! Checkpoints as the command line names them.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::{
@@ -57,6 +58,12 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
             "{shown}: the dialect `{GGUF}` is a file; pass an --out that ends in .gguf, or another \
              --dialect"
         ))),
+        (false, false) if path.extension().is_some_and(|end| end == "safetensors") => {
+            Err(CliError::Choice(format!(
+                "{shown}: the dialect `{dialect}` is a folder of files; pass an --out that does \
+                 not end in .safetensors"
+            )))
+        }
         (false, true) => Err(CliError::Choice(format!(
             "{shown}: the dialect `{dialect}` is a folder; pass an --out that does not end in \
              .gguf, or --dialect {GGUF}"
@@ -106,15 +113,69 @@ pub(crate) fn writable() -> PossibleValuesParser {
     PossibleValuesParser::new(dialect::written())
 }
 
+/// The error of an input that is not there, with the command that downloads it if its path looks
+/// like the name of a model on Hugging Face.
+pub(crate) fn missing(path: &Path, error: CheckpointError) -> CliError {
+    let CheckpointError::Io { path: found, source } = &error else { return error.into() };
+    if found != path || source.kind() != ErrorKind::NotFound {
+        return error.into();
+    }
+    let is_word = |word: &str| {
+        let is_letter = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        !word.starts_with('.') && !word.is_empty() && word.chars().all(is_letter)
+    };
+    let id = path.to_str().and_then(|text| text.split_once('/'));
+    let id = id.filter(|(owner, name)| {
+        is_word(owner) && is_word(name) && !Path::new(owner).exists() && !is_file_name(name)
+    });
+    let path = path.to_owned();
+    match id {
+        Some((owner, name)) => {
+            let id = format!("{owner}/{name}");
+            CliError::NotDownloaded { command: format!("hf download {id} --local-dir {name}"), id }
+        }
+        None => CliError::NoInput { path },
+    }
+}
+
+/// Returns true if a name ends as a file with weights does.
+fn is_file_name(name: &str) -> bool {
+    let ends = [".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt"];
+    ends.iter().any(|end| name.ends_with(end))
+}
+
 /// Opens a checkpoint in a dialect, or in the one that it is known by.
 pub(crate) fn open(path: &Path, dialect: Option<&str>) -> Result<Checkpoint, CliError> {
     let checkpoint = match dialect {
-        Some(dialect) => Checkpoint::open_as(path, dialect)?,
-        None => Checkpoint::open(path)?,
+        Some(dialect) => Checkpoint::open_as(path, dialect),
+        None => Checkpoint::open(path),
     };
+    let checkpoint = checkpoint.map_err(|error| missing(path, error))?;
     if checkpoint.known_by() == KnownBy::Tensors {
         let (path, dialect) = (path.display(), checkpoint.dialect());
         note(format!("{path}: read as {dialect}, by the names of its tensors"));
     }
     Ok(checkpoint)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_that_looks_like_a_name_on_hugging_face_gets_the_command_that_downloads_it() {
+        let of = |path: &str| {
+            let path = Path::new(path);
+            missing(path, Checkpoint::open(path).expect_err("nothing is there")).to_string()
+        };
+        let says = "; if it is a model on Hugging Face, download it with `hf download \
+                    Qwen/Qwen3-8B --local-dir Qwen3-8B`";
+        assert!(of("Qwen/Qwen3-8B").ends_with(says), "{}", of("Qwen/Qwen3-8B"));
+        for path in
+            ["no-model", "./Qwen/Qwen3-8B", "/Qwen/Qwen3-8B", "a/b/c", "src/none", "a/b.gguf"]
+        {
+            let says = format!("{path}: no such file or folder; check the path");
+            assert_eq!(of(path), says);
+        }
+    }
 }

@@ -14,12 +14,15 @@ use crate::accuracy::{Errors, Squares};
 use crate::checkpoint::{GGUF, Input, is_gguf, model, not_copied, target, writable};
 use crate::counted::counted;
 use crate::error::CliError;
+use crate::finite::Copied;
+use crate::fold::{Folded, fold, short_reason};
 use crate::interrupt::Announced;
 use crate::percent::Percent;
 use crate::print::{next, print, print_json, warn};
 use crate::progress;
 use crate::readers;
 use crate::size::Size;
+use crate::table::{width, wrapped};
 
 /// Write a checkpoint in another dialect: the same codes and scales under other names, with the
 /// configs that its readers expect.
@@ -89,10 +92,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let reader = Reader::new(checkpoint.container());
     let planned = model.plan_keeping(dialect, &options, &reader, &arguments.keep);
     let planned = planned.map_err(|error| CliError::from(error).of_option().meanwhile())?;
-    let mut output = planned.create(&out, "convert", Start::Anew)?;
-    let written = write(&planned, &mut output, &model, &reader);
+    let mut output = planned.create(&out, "convert", Start::Over)?;
+    let copied = Copied::default();
+    let written = write(&planned, &mut output, &model, &reader, &copied);
     let finished = written.and_then(|()| Ok(output.finish()?));
     finished.map_err(CliError::meanwhile)?.into_iter().for_each(unconfirmed);
+    copied.warn(&model);
     let mut notes = changes(&planned.report());
     notes.extend(kept_notes(&model, planned.kept()));
     notes.extend(result_notes(&model, dialect, &options, planned.kept())?);
@@ -131,12 +136,15 @@ impl Report {
         let [tensors, files] =
             [(self.tensors, "tensor"), (self.files, "file")].map(|(n, noun)| counted(n, noun));
         let mut text = format!("{}: {tensors}, {files}, {}\n", out.display(), Size(self.bytes));
-        self.notes.iter().for_each(|note| text.push_str(&format!("note: {note}\n")));
+        for note in &self.notes {
+            text.push_str(&format!("{}\n", wrapped(&format!("note: {note}"), width())));
+        }
         match self.errors.count() {
             0 => {}
             count => {
                 let changed = counted(count, "weight");
-                text.push_str(&format!("{changed} changed: {}\n", self.errors.summary()));
+                let line = format!("{changed} changed: {}", self.errors.summary());
+                text.push_str(&format!("{}\n", wrapped(&line, width())));
             }
         }
         text + &next(out)
@@ -150,13 +158,20 @@ fn write<'m>(
     output: &mut Output<'_>,
     model: &Model<'m>,
     reader: &Reader<'m>,
+    copied: &Copied,
 ) -> Result<(), CliError> {
     let bar = progress::bytes(model.weights.iter().map(|weight| weight.bytes() as u64).sum(), 0);
     let _announced = Announced::new(&bar, "run the same command to start over");
     for (at, weight) in model.weights.iter().enumerate() {
         bar.set_message(weight.name.clone());
         match planned.copies(at) {
-            true => output.copy(at, reader)?,
+            true => {
+                for piece in planned.pieces(at)? {
+                    let bytes = piece.read(reader)?;
+                    copied.look(model, at, &bytes);
+                    output.put(&piece, &bytes)?;
+                }
+            }
             false => output.write(at, &reader.weight(weight)?)?,
         }
         bar.inc(weight.bytes() as u64);
@@ -235,25 +250,23 @@ fn result_notes(
 pub(crate) const UNKNOWN_NAMES: &str =
     "the tensors keep the names of the input, so llama.cpp cannot run the file";
 
-/// Says which weights are not changed as all others are, a line for each reason.
+/// Says which weights are not changed as all others are, a line for each reason and pattern of
+/// names.
 fn kept_notes(model: &Model<'_>, kept: &[Kept]) -> Vec<String> {
-    let mut reasons: Vec<(&Kept, usize)> = Vec::new();
-    for one in kept {
-        match reasons.iter_mut().find(|(k, _)| (&k.reason, k.floats) == (&one.reason, one.floats)) {
-            Some((_, others)) => *others += 1,
-            None => reasons.push((one, 0)),
-        }
-    }
-    let note = |(kept, others): (&Kept, usize)| {
-        let weight = &model.weights[kept.weight];
-        let others = match others {
-            0 => String::new(),
-            others => format!(" and {}", counted(others, "other")),
-        };
-        let form = kept.floats.map_or_else(|| weight.kind(), |dtype| dtype.to_string());
-        format!("`{}`{others}: kept as {form}: {}", weight.name, kept.reason)
+    let why = |one: &Kept| {
+        let weight = &model.weights[one.weight];
+        let form = one.floats.map_or_else(|| weight.kind(), |dtype| dtype.to_string());
+        format!("kept as {form}: {}", short_reason(&one.reason, &weight.name))
     };
-    reasons.into_iter().map(note).collect()
+    let named = kept.iter().map(|one| (model.weights[one.weight].name.as_str(), why(one)));
+    let note = |folded: Folded| {
+        let why = why(&kept[folded.members[0]]);
+        match folded.members.len() {
+            1 => format!("`{}`: {why}", folded.name),
+            count => format!("{count} x `{}`: {why}", folded.name),
+        }
+    };
+    fold(named).into_iter().map(note).collect()
 }
 
 /// Says what changed on the way.
@@ -265,19 +278,19 @@ fn changes(report: &WriteReport) -> Vec<String> {
         }
     };
     let count = |count: u64, noun: &str| counted(count as usize, noun);
-    let inverted = report.inverted;
-    let exactness = match (report.inverted_rounded, report.inverted_inexactly) {
-        (0, _) => "all exact".to_owned(),
-        (rounded, lost) => format!(
-            "{rounded} of them rounded in the last bit, by {} at most, and {lost} not the same \
-             when inverted again",
+    let again = match report.inverted_inexactly {
+        0 => String::new(),
+        lost => format!("; converted back, {lost} of them differ in the last bit"),
+    };
+    let exactness = match report.inverted_rounded {
+        0 => "exactly".to_owned(),
+        rounded => format!(
+            "{rounded} of them rounded to f32, which changes values by {} at most{again}",
             Percent(100.0 * report.inverted_error)
         ),
     };
-    note(
-        inverted,
-        format!("{} stored as reciprocals; {exactness}", count(inverted, "tensor scale")),
-    );
+    let inverted = count(report.inverted, "tensor scale");
+    note(report.inverted, format!("{inverted} stored as 1 / scale, {exactness}"));
     for (what, cast) in [("cast", report.cast), ("folded", report.folded)] {
         let (blocks, changed, values) = (cast.blocks, cast.changed_blocks, cast.changed_values);
         note(

@@ -13,10 +13,27 @@ use crate::size::Size;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CliError {
     /// A checkpoint cannot be read or written.
-    #[error("{error}{remedy}", error = .0, remedy = remedy(.0))]
+    #[error("{}{}", with_dashes(.0), remedy(.0))]
     Checkpoint(#[from] CheckpointError),
+    /// Nothing is where the input should be.
+    #[error("{}: no such file or folder; check the path", .path.display())]
+    NoInput {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The input is named as models on Hugging Face are.
+    #[error(
+        "{id}: no such file or folder; if it is a model on Hugging Face, download it with \
+         `{command}`"
+    )]
+    NotDownloaded {
+        /// The name.
+        id: String,
+        /// The command that downloads it.
+        command: String,
+    },
     /// A pattern of an option matches nothing.
-    #[error("{}", with_dashes(.0))]
+    #[error("{}", with_dashes_of_list(.0))]
     Pattern(Box<CheckpointError>),
     /// One of several checkpoints does not say its dialect.
     #[error("{error} with {option}")]
@@ -207,7 +224,6 @@ fn remedy(error: &CheckpointError) -> &'static str {
         CheckpointError::Unfinished { .. } => {
             ", or pass --resume to go on with it if `fp4 quantize` has left it"
         }
-        CheckpointError::NothingSelected { .. } => " (--dialect, --only, --preset, --keep)",
         CheckpointError::CannotHold { what, .. } => match *what {
             CheckpointError::FP4_TO_DECODE => " with `fp4 convert --decode-fp4 bf16`",
             CheckpointError::FP8_TO_DECODE => " with `fp4 convert --decode-fp8 bf16`",
@@ -220,8 +236,26 @@ fn remedy(error: &CheckpointError) -> &'static str {
     }
 }
 
-/// Names the option, as the command line has it, instead of the list of the library.
+/// Names the option of a remedy as the command line has it.
 fn with_dashes(error: &CheckpointError) -> String {
+    let text = error.to_string();
+    match error {
+        CheckpointError::NothingSelected { .. } => text.replace("with `only`", "with --only"),
+        CheckpointError::NoSpace { needed, free, .. } => {
+            let bytes = |bytes: &u64| format!("{bytes} bytes");
+            let sized = |number: &u64| Size(*number).to_string();
+            text.replacen(&bytes(needed), &sized(needed), 1).replacen(
+                &format!("{free} are free"),
+                &format!("{} are free", sized(free)),
+                1,
+            )
+        }
+        _ => text,
+    }
+}
+
+/// Names the option, as the command line has it, instead of the list of the library.
+fn with_dashes_of_list(error: &CheckpointError) -> String {
     let text = error.to_string();
     match error {
         CheckpointError::NoMatch { list, .. } => {

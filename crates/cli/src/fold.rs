@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use burn_fp4_checkpoints::selection::Reason;
+
 use crate::counted::counted;
 
 /// Names of one pattern.
@@ -26,6 +28,23 @@ impl Folded {
             (count, 0 | 1) => counted(count, "tensor"),
             (count, _) => format!("{count} x {shape:?}"),
         }
+    }
+}
+
+/// The module of a weight in the words in which it differs from another one.
+pub(crate) fn short<'n>(name: &'n str, other: &str) -> &'n str {
+    let module = name.strip_suffix(".weight").unwrap_or(name);
+    let parent = other.strip_suffix(".weight").unwrap_or(other).rsplit_once('.');
+    let within = |(parent, _): (&str, &str)| module.strip_prefix(parent)?.strip_prefix('.');
+    parent.and_then(within).unwrap_or(module)
+}
+
+/// The reason for which a weight is kept, in words that weights of one pattern share.
+pub(crate) fn short_reason(reason: &Reason, name: &str) -> String {
+    match reason {
+        Reason::With(other) => Reason::With(short(other, name).to_owned()).to_string(),
+        Reason::Layer(_) => "a layer in high precision".to_owned(),
+        other => other.to_string(),
     }
 }
 
@@ -58,7 +77,7 @@ pub(crate) fn natural(name: &str) -> Vec<Part<'_>> {
 /// The sets of numbers of a pattern, one for each of its places.
 type Sets = Vec<BTreeSet<u64>>;
 
-/// Folds names, each with a key: those of one pattern have the same key. A pattern has every
+/// Folds names, each with a key: the names of one pattern have the same key. A pattern has every
 /// combination of its numbers. The order is that of the first members.
 pub(crate) fn fold<'n, K: Ord>(names: impl IntoIterator<Item = (&'n str, K)>) -> Vec<Folded> {
     // By the texts around the numbers, and the key: numbers and the place of each name.

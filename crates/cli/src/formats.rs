@@ -8,6 +8,7 @@ use burn_fp4_search::formats::{E2M1, Fp4Format, ScaleGrid};
 use crate::error::CliError;
 use crate::print::print;
 use crate::readers;
+use crate::table::{width, wrapped};
 
 /// Print the formats, their elements, block scales and sizes, the readers of each dialect, and the
 /// quantized types of GGUF that are read as floats.
@@ -29,7 +30,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         }
     }
     let types: Vec<_> = DataType::decoded_ggml().map(|row| row.name).collect();
-    let types = format!("Read as floats from GGUF: {}", types.join(", "));
+    let types = wrapped(&format!("Read as floats from GGUF: {}", types.join(", ")), width());
     print(&format!("{text}\n{}\n\n{types}\n", readers::table()))
 }
 
@@ -49,25 +50,35 @@ fn facts(format: Fp4Format) -> String {
     let scale = row.block_scale;
     let tensor = if row.tensor_scale { ", and an f32 for each tensor" } else { "" };
     let bits = 4.0 + 8.0 / row.block_size as f64;
+    let blocks = format!(
+        "{}: blocks of {} share an 8-bit scale{tensor}; {bits} bits a weight",
+        row.name, row.block_size
+    );
     format!(
-        "{}: blocks of {} share an 8-bit scale{tensor}; {bits} bits a weight\n  \
-         block scales up to {} (code {:#04x})\n",
-        row.name,
-        row.block_size,
-        scale.max_value(),
+        "{}\n  block scales up to {} (code {:#04x})\n",
+        wrapped(&blocks, width()),
+        rounded(scale.max_value()),
         scale.max_code(),
     )
 }
 
-/// Every code of the block scales that is no NaN.
+/// A number without digits that nobody reads.
+fn rounded(number: f32) -> String {
+    if number < 1e6 { number.to_string() } else { format!("{number:.1e}") }
+}
+
+/// Codes in a line.
+const IN_LINE: u8 = 4;
+
+/// Every code of the block scales that is not NaN.
 fn scales(format: Fp4Format) -> String {
     let row = format.row();
     let mut text = String::new();
     match row.scale_grid() {
         ScaleGrid::Float(scale) => {
-            for first in (0..=scale.max_code()).step_by(8) {
+            for first in (0..=scale.max_code()).step_by(IN_LINE.into()) {
                 let _ = write!(text, "  {first:#04x}");
-                for code in (first..first + 8).filter(|code| !scale.is_nan(*code)) {
+                for code in (first..first + IN_LINE).filter(|code| !scale.is_nan(*code)) {
                     let _ = write!(text, " {:>12}", scale.decode(code));
                 }
                 text.push('\n');

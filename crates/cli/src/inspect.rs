@@ -1,16 +1,17 @@
 //! `fp4 inspect`: the weights of a checkpoint, and defects that no reader reports.
 
-use burn_fp4_checkpoints::{Checkpoint, Dtype, Fp4Facts, Reader, Value, Weight, traps};
+use burn_fp4_checkpoints::{Checkpoint, Fp4Facts, Reader, Value, Weight, traps};
 use serde::Serialize;
 
 use crate::checkpoint::{Input, is_of_ggml, is_quantized, model};
 use crate::counted::counted;
 use crate::error::CliError;
+use crate::finite;
 use crate::fold::{Folded, fold_weights, natural};
 use crate::print::{print, print_json, warning};
 use crate::progress;
 use crate::size::Size;
-use crate::table::{Column, table, width};
+use crate::table::{Column, table, width, wrapped};
 
 /// List the weights of a checkpoint with formats, sizes and scales, and warn of defects that no
 /// reader reports.
@@ -47,7 +48,7 @@ struct Row {
     shape: Vec<usize>,
     bytes: usize,
     bits_per_weight: f64,
-    /// Values that are NaN or infinite, of weights in F32, F16 and BF16.
+    /// Values that are NaN or infinite, of weights in F64, F32, F16 and BF16.
     not_finite: u64,
     #[serde(flatten)]
     fp4: Option<Blocks>,
@@ -134,30 +135,17 @@ fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
 /// Bytes that are read at a time.
 const PIECE: usize = 1 << 20;
 
-/// Counts the values of a weight in F32, F16 or BF16 that are NaN or infinite: all bits of their
-/// exponents are set. Memory is that of a piece.
+/// Counts the values of a weight that are NaN or infinite, in the memory of a piece.
 fn not_finite<'c>(reader: &Reader<'c>, weight: &Weight<'c>) -> Result<u64, CliError> {
     let Value::Plain(tensor) = &weight.value else { return Ok(0) };
-    let count: fn(&[u8]) -> usize = match tensor.plain() {
-        Some(Dtype::F32) => |piece| count(piece, |[_, _, low, high]: [u8; 4]| [low, high], 0x7F80),
-        Some(Dtype::BF16) => |piece| count(piece, |bytes: [u8; 2]| bytes, 0x7F80),
-        Some(Dtype::F16) => |piece| count(piece, |bytes: [u8; 2]| bytes, 0x7C00),
-        Some(_) | None => return Ok(0),
-    };
     let mut piece = vec![0; PIECE.min(tensor.bytes.len())];
     let mut found = 0;
     for mapped in tensor.bytes.chunks(PIECE) {
         let piece = &mut piece[..mapped.len()];
         reader.read(&tensor.name, mapped, piece)?;
-        found += count(piece) as u64;
+        found += finite::count_not_finite(tensor.plain(), piece);
     }
     Ok(found)
-}
-
-/// Counts the numbers whose highest two bytes, in little-endian order, have all bits of a mask.
-fn count<const N: usize>(bytes: &[u8], high: fn([u8; N]) -> [u8; 2], mask: u16) -> usize {
-    let (numbers, _) = bytes.as_chunks::<N>();
-    numbers.iter().filter(|bytes| u16::from_le_bytes(high(**bytes)) & mask == mask).count()
 }
 
 fn bits(bytes: usize, values: usize) -> f64 {
@@ -206,8 +194,7 @@ impl Row {
             0 | 1 => String::new(),
             _ => format!(", or pass --keep '{name}' to `fp4 quantize`"),
         };
-        let count = counted(found as usize, "NaN or infinite value");
-        (found > 0).then(|| format!("`{name}`: {count}; fix the weight{keep}"))
+        (found > 0).then(|| format!("`{name}`: {}; fix the weight{keep}", finite::described(found)))
     }
 }
 
@@ -241,6 +228,10 @@ const SHOWN: usize = 5;
 impl Report {
     fn text(&self, all: bool, width: Option<u16>) -> String {
         let mut text = format!("{}\n\n{}", self.table(all, width), self.summary(width));
+        if self.weights.is_empty() {
+            // Without tables there is nothing to set apart.
+            text = text.trim_start().to_owned();
+        }
         let broken = self.weights.iter().filter(|row| row.not_finite > 0).count();
         let more = broken.saturating_sub(SHOWN);
         for warned in self.warnings[..broken - more].iter().chain(&self.warnings[broken..]) {
@@ -331,13 +322,12 @@ impl Report {
             ]
         };
         let formats = self.totals.formats.iter().map(row).collect();
-        format!(
-            "{}\n\n{}: {quantized} of {weights} quantized{how}, {}, {bits_per_weight:.2} bits a \
-             weight",
-            table(&columns, &[], formats, width),
+        let line = format!(
+            "{}: {quantized} of {weights} quantized{how}, {}, {bits_per_weight:.2} bits a weight",
             self.dialect,
             Size(bytes as u64),
-        )
+        );
+        format!("{}\n\n{}", table(&columns, &[], formats, width), wrapped(&line, width))
     }
 }
 

@@ -14,6 +14,7 @@
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
 //! | `counted.rs`     | numbers of things as people write them                                |
 //! | `size.rs`        | bytes as people write and read them                                   |
+//! | `finite.rs`      | values that are NaN or infinite                                       |
 //! | `percent.rs`     | relative errors as people read them                                   |
 //! | `accuracy.rs`    | the errors of a run, by weight                                        |
 //! | `table.rs`       | tables that fit the terminal                                          |
@@ -32,6 +33,7 @@ mod convert;
 mod counted;
 mod error;
 mod evaluate;
+mod finite;
 mod fold;
 mod formats;
 mod inspect;
@@ -48,15 +50,19 @@ mod table;
 
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 
 /// 4-bit floating point (NVFP4, MXFP4) for neural network weights.
 #[derive(Parser)]
-#[command(name = "fp4", version, after_help = EXIT_CODES)]
+#[command(name = "fp4", version, after_help = EXIT_CODES, max_term_width = COLUMNS)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
 }
+
+/// The columns of the help. Narrower terminals get fewer.
+const COLUMNS: usize = 80;
 
 /// The last lines of the help.
 const EXIT_CODES: &str = "\
@@ -75,8 +81,34 @@ enum Command {
     Completions(completions::Arguments),
 }
 
+/// Replaces the tip of an error where the parser's own would not help.
+fn with_tip(mut error: clap::Error) -> clap::Error {
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => text.as_str(),
+        _ => "",
+    };
+    let (argument, value) = (text(ContextKind::InvalidArg), text(ContextKind::InvalidValue));
+    let command = std::env::args().nth(1).unwrap_or_default();
+    let writes = ["quantize", "convert"].contains(&command.as_str());
+    let tip = match error.kind() {
+        ErrorKind::UnknownArgument if writes && !argument.starts_with('-') => {
+            format!("to write to '{argument}', use '--out {argument}'")
+        }
+        ErrorKind::InvalidValue if argument.starts_with("--device") && value == "gpu" => {
+            "NVIDIA GPUs are 'cuda'".to_owned()
+        }
+        ErrorKind::InvalidValue if argument.starts_with("--device") && value == "cpu" => {
+            "the CPU is 'flex', the default".to_owned()
+        }
+        _ => return error,
+    };
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+    error
+}
+
 fn main() -> ExitCode {
-    let result = match Arguments::parse().command {
+    let arguments = Arguments::try_parse().unwrap_or_else(|error| with_tip(error).exit());
+    let result = match arguments.command {
         Command::Quantize(arguments) => quantize::run(&arguments).map(|()| 0),
         Command::Convert(arguments) => convert::run(&arguments).map(|()| 0),
         Command::Inspect(arguments) => inspect::run(&arguments).map(|()| 0),

@@ -1,6 +1,6 @@
 //! Parts of pages and pictures: escaped texts, the scale of bars, and the date.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Escapes a text for HTML and SVG.
 pub(crate) fn escaped(text: &str) -> String {
@@ -27,6 +27,14 @@ pub(crate) fn marks(most: f64) -> Vec<(f64, String)> {
 pub(crate) fn made() -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     format!("fp4 {}, {}", env!("CARGO_PKG_VERSION"), date(seconds / (24 * 60 * 60)))
+}
+
+/// Returns the date and the time in UTC that are a duration after 1970-01-01, to the nanosecond.
+pub(crate) fn time(since: Duration) -> String {
+    let (seconds, nanoseconds) = (since.as_secs(), since.subsec_nanos());
+    let [hours, minutes] = [seconds / 3600 % 24, seconds / 60 % 60];
+    let date = date(seconds / (24 * 60 * 60));
+    format!("{date} {hours:02}:{minutes:02}:{:02}.{nanoseconds:09} UTC", seconds % 60)
 }
 
 /// Returns the date that is a number of days after 1970-01-01.
@@ -82,5 +90,7 @@ mod tests {
         ] {
             assert_eq!(date(days), expected);
         }
+        let since = Duration::new(11_016 * 24 * 60 * 60 + 3 * 3600 + 4 * 60 + 5, 60_000);
+        assert_eq!(time(since), "2000-02-29 03:04:05.000060000 UTC");
     }
 }

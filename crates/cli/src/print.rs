@@ -28,7 +28,7 @@ pub(crate) fn print_json(value: &impl serde::Serialize) -> Result<(), CliError> 
 const RED: Style = AnsiColor::Red.on_default().bold();
 const YELLOW: Style = AnsiColor::Yellow.on_default().bold();
 
-/// A warning as it is printed.
+/// A warning in its color.
 pub(crate) fn warning(text: impl Display) -> String {
     format!("{YELLOW}warning:{YELLOW:#} {text}")
 }

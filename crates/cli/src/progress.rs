@@ -16,7 +16,7 @@ pub(crate) fn bar(length: usize) -> ProgressBar {
     start(length as u64, "{bar:24} {pos}/{len} {elapsed} {wide_msg}", of_steps)
 }
 
-/// The same for bytes, with the rate and the time that is left. So many were done before.
+/// The same for bytes, with the rate and the time that is left; `before` were done earlier.
 pub(crate) fn bytes(length: u64, before: u64) -> ProgressBar {
     let template = "{bar:24} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}, \
                     {eta} left {wide_msg}";
@@ -45,7 +45,7 @@ fn of_steps(bar: &ProgressBar) -> String {
     format!("{done}/{of} after {} s: {}", bar.elapsed().as_secs(), bar.message())
 }
 
-/// The rate is that of this run, which began behind so many bytes.
+/// The rate is that of this run, which began behind `before` bytes.
 fn of_bytes(bar: &ProgressBar, before: u64) -> String {
     let (done, of) = (bar.position(), bar.length().unwrap_or(0));
     let own = done.saturating_sub(before);

@@ -26,18 +26,25 @@ const NARROWEST: usize = 16;
 const GAP: usize = 2;
 
 /// Lays out a table for a terminal of `width` columns, or with lines of any length without one.
+/// Empty if there are no rows.
 ///
-/// Where there is no room, the `optional` columns are left out, the first of them first; then the
-/// names in the first column are cut at the left.
+/// Columns without a text are left out. Where there is no room, so are the `optional` columns, the
+/// first of them first, and a last line names them; then the names in the first column are cut at
+/// the left.
 pub(crate) fn table(
     columns: &[(&str, Column)],
     optional: &[&str],
     mut rows: Vec<Vec<String>>,
     width: Option<u16>,
 ) -> String {
+    if rows.is_empty() {
+        return String::new();
+    }
     let widths: Vec<usize> = (0..columns.len()).map(|at| needed(columns[at], &rows, at)).collect();
     let total = |shown: &[usize]| shown.iter().map(|&at| widths[at] + GAP).sum::<usize>();
-    let mut shown: Vec<usize> = (0..columns.len()).collect();
+    let has_text = |at: &usize| rows.iter().any(|row| row.get(*at).is_some_and(|c| !c.is_empty()));
+    let mut shown: Vec<usize> = (0..columns.len()).filter(has_text).collect();
+    let (all, whole) = (shown.clone(), total(&shown));
     if let Some(room) = width.map(usize::from) {
         for left_out in optional {
             if total(&shown) > room {
@@ -49,6 +56,11 @@ pub(crate) fn table(
             shorten(&mut rows, names);
         }
     }
+    let left_out: Vec<String> = all
+        .iter()
+        .filter(|at| !shown.contains(at))
+        .map(|&at| columns[at].0.replace('\n', " "))
+        .collect();
     let columns: Vec<_> = shown.iter().map(|&at| (columns[at], widths[at])).collect();
     let mut table = empty(&columns);
     if let Some(width) = width {
@@ -57,7 +69,35 @@ pub(crate) fn table(
     for row in &rows {
         table.add_row(shown.iter().map(|&at| row.get(at).map_or("", String::as_str)));
     }
-    table.trim_fmt()
+    let mut text = table.trim_fmt();
+    if !left_out.is_empty() {
+        let names = left_out.join(", ");
+        let hint = format!("no room for {names}: use {whole} columns or --json");
+        text.push_str(&format!("\n{}", wrapped(&hint, width)));
+    }
+    text
+}
+
+/// Breaks a line at spaces to fit the terminal. Its other lines are indented.
+pub(crate) fn wrapped(line: &str, width: Option<u16>) -> String {
+    let Some(room) = width.map(|width| usize::from(width).max(NARROWEST)) else {
+        return line.to_owned();
+    };
+    let (mut text, mut used) = (String::new(), 0);
+    for word in line.split(' ') {
+        let length = word.chars().count();
+        if used > 0 && used + 1 + length > room {
+            text.push('\n');
+            text.push_str(&" ".repeat(GAP));
+            used = GAP;
+        } else if !text.is_empty() {
+            text.push(' ');
+            used += 1;
+        }
+        text.push_str(word);
+        used += length;
+    }
+    text
 }
 
 /// Returns the characters that a column takes: of a text the least, of others the most.
@@ -161,6 +201,26 @@ mod tests {
             assert!(text.contains("self_attn.q_proj"), "{text}");
             assert!(text.lines().all(|line| line.chars().count() <= width.into()), "{text}");
         }
+    }
+
+    #[test]
+    fn columns_without_room_are_named_and_columns_without_text_are_not_there() {
+        let row = vec!["model.layers.31.self_attn.q_proj".to_owned(), "1.0 MB".to_owned()];
+        let text = table(&COLUMNS, &["bytes"], vec![row.clone()], Some(80));
+        assert!(text.contains("bytes") && !text.contains("note") && !text.contains("no room"));
+        let narrow = table(&COLUMNS, &["bytes"], vec![row], Some(36));
+        assert!(narrow.ends_with("\nno room for bytes: use 42 columns or\n  --json"), "{narrow}");
+        assert_eq!(table(&COLUMNS, &["bytes"], Vec::new(), Some(80)), "");
+    }
+
+    #[test]
+    fn a_long_line_is_broken_at_spaces() {
+        let line = "14 of 19 weights quantized (nvfp4): 1.0 MB -> 0.4 MB";
+        let broken = "14 of 19 weights quantized\n  (nvfp4): 1.0 MB -> 0.4 MB";
+        assert_eq!(wrapped(line, Some(30)), broken);
+        assert_eq!(wrapped(line, None), line);
+        let word = "w".repeat(40);
+        assert_eq!(wrapped(&format!("a {word} b"), Some(30)), format!("a\n  {word}\n  b"));
     }
 
     #[test]

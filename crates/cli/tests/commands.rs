@@ -91,8 +91,9 @@ fn a_conversion_there_and_back_is_the_same() {
     model::model(folder.path(), "model", SMALL);
     succeeds(folder.path(), "quantize model --out a --dialect modelopt");
     let said = succeeds(folder.path(), "convert a --out b --dialect compressed-tensors");
-    let rounded = "14 tensor scales stored as reciprocals; 14 of them rounded in the last bit, by ";
-    assert!(said.contains(rounded) && said.contains("e-6 % at most, and "), "{said}");
+    let rounded = "14 tensor scales stored as 1 / scale, 14 of them rounded to f32, which changes \
+                   values by ";
+    assert!(said.contains(rounded) && said.contains("e-6 % at most; converted back, "), "{said}");
     succeeds(folder.path(), "compare a b --tolerance 0.00001");
     succeeds(folder.path(), "convert a --out again --dialect modelopt");
     assert_same(&folder.path().join("a"), &folder.path().join("again"));

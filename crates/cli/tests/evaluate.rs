@@ -216,7 +216,7 @@ fn what_is_wrong_with_a_file_is_named() {
         floats("up.evaluation", [9, 24], 3),
     ];
     refuses("odd", &odd, &["--formats", "nvfp4"], &["up.weight", "24 columns", "16"]);
-    refuses("method", &layer(), &["--methods", "best"], &["unknown method `best`"]);
+    refuses("method", &layer(), &["--methods", "best"], &["invalid value 'best'"]);
     refuses(
         "nothing",
         &layer(),

@@ -38,7 +38,7 @@ fn broken_inputs_are_named() {
     fs::remove_file(&shard).expect("a shard");
     let first = model::tensors(SMALL).into_iter().map(|tensor| tensor.name).nth(1);
     let first = format!("tensor `{}`: No such file", first.expect("a tensor"));
-    refused(&["model-00002-of-00002.safetensors: ", &first]);
+    refused(&["model-00002-of-00002.safetensors: ", &first, "the file is missing: download it"]);
     restore();
     // A tensor that is in two shards.
     let twice = model::tensors(SMALL).into_iter().take(1).collect::<Vec<_>>();
@@ -53,9 +53,11 @@ fn broken_inputs_are_named() {
     // Cut off before it is opened.
     let length = fs::metadata(&shard).expect("a shard").len();
     OpenOptions::new().write(true).open(&shard).and_then(|f| f.set_len(length - 7)).expect("cut");
-    refused(&["model-00002-of-00002.safetensors", "tensor `"]);
+    refused(&["model-00002-of-00002.safetensors", "tensor `", "cut off: download it again"]);
     restore();
-    fails(folder.path(), "quantize nowhere --out out", 2, &["nowhere"]);
+    fails(folder.path(), "quantize nowhere --out out", 2, &["nowhere: no such file or folder"]);
+    let hub = ["Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-dir Qwen3-8B`"];
+    fails(folder.path(), "quantize Qwen/Qwen3-8B --out out", 2, &hub);
     fails(folder.path(), "quantize model --out no/out", 2, &["no"]);
     fs::create_dir(folder.path().join("taken")).expect("a folder");
     fails(folder.path(), "quantize model --out taken", 2, &["taken: already exists"]);

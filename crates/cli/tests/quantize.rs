@@ -511,7 +511,7 @@ fn gguf_becomes_gguf_with_its_names_and_metadata() {
     }
     // 96 columns are whole blocks of MXFP4, and no whole records of NVFP4.
     let plan = succeeds(folder.path(), "quantize f16.gguf --dry-run");
-    assert!(plan.contains("96 columns are no multiple of 64"), "{plan}");
+    assert!(plan.contains("96 columns are not a multiple of 64"), "{plan}");
     // An imatrix: sums of squares under the names of the weights.
     let sums = |name: &str, cols: usize| {
         let bytes = (0..cols).flat_map(|at| (1.0 + (at % 9) as f32).to_le_bytes()).collect();
@@ -934,7 +934,13 @@ fn choices_that_do_not_go_together_are_named() {
     bad("--keep o_proj", &["--keep pattern `o_proj`", "; did you mean `*.o_proj`?"]);
     bad("--keep model.layers.0.mlp", &["; did you mean `model.layers.0.mlp.*`?"]);
     bad("--preset experts-only", &["none of 19 tensors", "down_proj.weight`: not an expert"]);
-    let says = ["none of 19 tensors", "`lm_head.weight`: asked to keep `*`", "keep fewer (--"];
+    bad("--only *layernorm", &["name matrices of floats with --only, such as `model.layers.0."]);
+    bad("--only *.q_proj", &["name `k_proj` and `v_proj` with --only too, or set `together "]);
+    bad(
+        "--first-layers-high-precision 9",
+        &["; keep fewer layers in high precision: the model has 2"],
+    );
+    let says = ["`lm_head.weight`: asked to keep `*`", "; leave `*` out of what is kept"];
     bad("--keep *", &says);
     bad("--keep *_proj", &["none of 19", "down_proj.weight`: asked to keep `*_proj`"]);
     bad("--format mxfp4 --rule te", &["te", "mxfp4"]);

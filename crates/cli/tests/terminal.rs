@@ -159,6 +159,144 @@ fn inspection_warns_of_values_that_are_not_finite() {
 }
 
 #[test]
+fn copies_of_weights_that_are_not_finite_are_warned_of_by_name() {
+    let folder = tempdir().expect("a folder");
+    let mut tensors = model::tensors(SMALL);
+    for (at, bits) in [(0, [0xC0, 0x7F]), (3, [0x80, 0x7F])] {
+        tensors[at].bytes[..2].copy_from_slice(&bits);
+    }
+    model::write(&folder.path().join("nan.safetensors"), &tensors);
+    let warned = |command: &str| {
+        let (code, _, said) = run(folder.path(), command);
+        assert_eq!(code, 0, "{said}");
+        let lines = said.lines().filter(|line| line.contains("NaN or infinite"));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let warning = |at: usize| {
+        let name = &tensors[at].name;
+        let what = "1 NaN or infinite value, copied into the result; fix the weight";
+        format!("warning: `{name}`: {what}")
+    };
+    let keep = format!("--keep {}", tensors[3].name);
+    let quantize = format!("quantize nan.safetensors --out out {keep}");
+    assert_eq!(warned(&quantize), [warning(0), warning(3)]);
+    let convert = "convert nan.safetensors --out plain --dialect plain";
+    assert_eq!(warned(convert), [warning(0), warning(3)]);
+}
+
+#[test]
+fn columns_that_a_terminal_has_no_room_for_are_named() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path();
+    model::model(path, "model", LAYERS);
+    succeeds(path, "quantize model --out out");
+    layers(&path.join("layers.safetensors"), &["model.layers.2.self_attn.q_proj"]);
+    for (command, left_out) in [
+        ("inspect out", "no room for size, largest scale"),
+        ("compare model out", "no room for shape, largest difference"),
+        ("evaluate layers.safetensors --methods sse,amax", "no room for"),
+    ] {
+        let text = in_columns(path, 70, command);
+        let text = text.replace("\n  ", " ");
+        assert!(text.contains(left_out) && text.contains(" columns or --json"), "{text}");
+        let wide = in_columns(path, 200, command);
+        assert!(!wide.contains("no room for"), "{wide}");
+    }
+    // No weight is FP4: there are no scales.
+    let dense = succeeds(path, "inspect model");
+    assert!(!dense.contains("scale") && dense.contains("size"), "{dense}");
+}
+
+#[test]
+fn plans_conversions_and_comparisons_fold_what_is_kept() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path();
+    model::model(path, "model", LAYERS);
+    let plan = succeeds(path, "quantize model --dry-run --first-layers-high-precision 4");
+    let row = "model.layers.{0..3}.mlp.down_proj";
+    let row = plan.lines().find(|line| line.starts_with(row)).unwrap_or_else(|| panic!("{plan}"));
+    assert!(row.contains("4 x [32, 32]") && row.ends_with("a layer in high precision"), "{row}");
+    assert!(plan.lines().count() < 30, "{plan}");
+    succeeds(path, "quantize model --out out --dialect modelopt");
+    let said = succeeds(
+        path,
+        "convert out --out kept --dialect modelopt --format mxfp4 --keep *.q_proj --keep *.up_proj",
+    );
+    let notes: Vec<&str> = said.lines().filter(|line| line.contains("kept as nvfp4")).collect();
+    let note = "note: 32 x `model.layers.{0..31}.self_attn.k_proj.weight`: kept as nvfp4 16: runs \
+                as one with `q_proj`, which stays";
+    assert!(notes.len() == 5 && notes.contains(&note), "{said}");
+    let mut tensors = model::tensors(LAYERS);
+    tensors.retain(|tensor| !tensor.name.contains("o_proj"));
+    model::write(&path.join("less.safetensors"), &tensors);
+    let (_, said, _) = run(path, "compare model less.safetensors");
+    let only = "only in A: 32 x model.layers.{0..31}.self_attn.o_proj.weight\n";
+    assert!(said.contains(only) && said.matches("only in A:").count() == 1, "{said}");
+    let (_, said, _) = run(path, "compare less.safetensors model --all");
+    assert_eq!(said.matches("only in B: model.layers.").count(), 32, "{said}");
+}
+
+#[test]
+fn sentences_and_helps_fit_80_columns() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    for command in [
+        "quantize model --dry-run",
+        "quantize model --out out",
+        "inspect out",
+        "compare model out",
+        "quantize --help",
+        "convert --help",
+        "inspect -h",
+        "compare --help",
+        "evaluate --help",
+        "formats --scales",
+        "--help",
+    ] {
+        let text = in_columns(folder.path(), 80, command);
+        assert!(!text.is_empty(), "{command}");
+        for line in text.lines() {
+            assert!(line.chars().count() <= 80, "{command}: {line}");
+        }
+    }
+}
+
+#[test]
+fn mistakes_on_the_command_line_get_tips_that_help() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    for (command, says) in [
+        ("quantize model out", "tip: to write to 'out', use '--out out'"),
+        ("convert model out --dialect plain", "tip: to write to 'out', use '--out out'"),
+        ("quantize model --dry-run --device gpu", "tip: NVIDIA GPUs are 'cuda'"),
+        ("quantize model --dry-run --device cpu", "tip: the CPU is 'flex', the default"),
+        ("compare model model --tolerance -3", "expected a finite number, 0 or more"),
+        ("evaluate x --methods gptk", "a similar value exists: 'gptq'"),
+        ("evaluate x --plot x.png", "expected a name that ends in .svg"),
+        ("compare model model --html x.png", "expected a name that ends in .html or .htm"),
+        ("quantize model --out x.safetensors", "pass an --out that does not end in .safetensors"),
+    ] {
+        let (code, out, error) = run(folder.path(), command);
+        assert!(code == 2 && out.is_empty() && error.contains(says), "{command}: {error}");
+        assert!(!error.contains("use '-- "), "{command}: {error}");
+    }
+    let (code, _, said) = run(folder.path(), "quantize model --out out --resume");
+    assert!(code == 0 && said.contains("note: no earlier run has left weights"), "{said}");
+    let (code, plan, _) = run(folder.path(), "formats");
+    assert!(code == 0 && plan.contains("block scales up to 1.7e38 (code 0xfe)"), "{plan}");
+}
+
+#[test]
+fn a_file_without_tensors_has_no_table() {
+    let folder = tempdir().expect("a folder");
+    model::write(&folder.path().join("empty.safetensors"), &[]);
+    let (_, plan, _) = run(folder.path(), "quantize empty.safetensors --dry-run");
+    assert!(plan.starts_with("0 of 0 weights quantized") && !plan.contains('%'), "{plan}");
+    let text = succeeds(folder.path(), "inspect empty.safetensors");
+    assert!(text.starts_with("plain: 0 of 0 weights quantized"), "{text}");
+}
+
+#[test]
 fn a_dialect_without_tensor_scales_is_said_to_cost_accuracy() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);

@@ -53,7 +53,7 @@ pub enum FormatError {
         found: usize,
     },
     /// The blocked axis does not hold a whole number of blocks.
-    #[error("{cols} columns are not a multiple of the block size {block_size}")]
+    #[error("{} not a multiple of the block size {block_size}", columns_are(*.cols))]
     Indivisible {
         /// Length of the blocked axis.
         cols: usize,
@@ -98,6 +98,10 @@ pub enum FormatError {
 }
 
 /// Lists the names of all formats.
+fn columns_are(cols: usize) -> String {
+    if cols == 1 { "1 column is".to_owned() } else { format!("{cols} columns are") }
+}
+
 fn known_formats() -> String {
     Fp4Format::ALL.map(|format| format!("`{format}`")).join(" or ")
 }

@@ -12,7 +12,7 @@
 //! # Ok::<(), burn_fp4_ops::OpsError>(())
 //! ```
 //!
-//! | file                | contents                                                            |
+//! | file                | what it holds                                                       |
 //! |---------------------|---------------------------------------------------------------------|
 //! | `lib.rs`            | the public names; [`init`]                                          |
 //! | `quantize.rs`       | [`quantize()`] and [`amax`]                                         |

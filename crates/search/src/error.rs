@@ -33,7 +33,7 @@ pub enum SearchError {
         found: f32,
     },
     /// A name is not a known rule.
-    #[error("unknown scale rule `{0}`")]
+    #[error("unknown scale rule `{0}`; choose one of {known}", known = rules())]
     UnknownRule(String),
     /// A weight of an input channel is not usable.
     #[error("the weight of input channel {channel} is {found}: it must be finite and not negative")]
@@ -58,7 +58,7 @@ pub enum SearchError {
         problem: &'static str,
     },
     /// An activation is not finite.
-    #[error("activation of row {row}, channel {channel} is {found}")]
+    #[error("activation of row {row}, channel {channel} is {found}; leave that row out")]
     Activation {
         /// Row of the activation.
         row: usize,
@@ -89,7 +89,7 @@ pub enum SearchError {
     )]
     Singular,
     /// A name is not a known method.
-    #[error("unknown method `{0}`")]
+    #[error("unknown method `{0}`; choose one of {known}", known = methods())]
     UnknownMethod(String),
     /// A weight to quantize is NaN or infinite.
     #[error("a value is not finite: {found}")]
@@ -98,7 +98,7 @@ pub enum SearchError {
         found: f32,
     },
     /// A method that needs activations was given none.
-    #[error("method `{method}` needs activations")]
+    #[error("method `{method}` needs activations; give some, or choose another method")]
     Uncalibrated {
         /// The method.
         method: Method,
@@ -139,22 +139,28 @@ pub enum RecipeError {
     #[error("the recipe cannot be written as TOML: {0}")]
     NotToml(String),
     /// Weights are selected in two ways.
-    #[error("`only` cannot be used with `preset`: it is instead of one")]
+    #[error("`only` does not go with `preset`: both choose the weights; remove one of them")]
     OnlyWithPreset,
     /// A preset is unknown, or not usable here.
     #[error("{0}")]
     Preset(String),
     /// An entry does not name any weights.
-    #[error("`weights` without `names`")]
+    #[error("`weights` without `names`; add the names of weights")]
     Nameless,
     /// Dense weights have choices for quantization.
-    #[error("weights `{weights}`: dense ones have no method, rule or block size")]
+    #[error(
+        "weights `{weights}`: dense ones have no method, rule or block size; remove these, or the \
+         format"
+    )]
     Dense {
         /// The weights.
         weights: String,
     },
     /// A rule is for another format.
-    #[error("{}the rule `{rule}` is for {}, not {format}", of(.weights), .rule.row().format)]
+    #[error(
+        "{}the rule `{rule}` is for {}, not {format}; choose another rule or format",
+        of(.weights), .rule.row().format
+    )]
     Rule {
         /// The weights.
         weights: Option<String>,
@@ -174,7 +180,10 @@ pub enum RecipeError {
         found: usize,
     },
     /// A method is not defined for the format.
-    #[error("{}method `{method}` is not defined for {format}", of(.weights))]
+    #[error(
+        "{}method `{method}` is not defined for {format}; choose another method or format",
+        of(.weights)
+    )]
     Method {
         /// The weights.
         weights: Option<String>,
@@ -191,6 +200,14 @@ pub enum RecipeError {
         /// Problem of the choices.
         problem: SearchError,
     },
+}
+
+fn rules() -> String {
+    ScaleRule::ALL.map(|rule| rule.row().name).join(", ")
+}
+
+fn methods() -> String {
+    Method::NAMED.map(|row| row.name).join(", ")
 }
 
 fn of(weights: &Option<String>) -> String {

@@ -354,15 +354,18 @@ mod tests {
         assert!(line("[[weights]]\nformat = \"dense\"\n").1.contains("`names`"));
 
         let wrong = |text: &str| first(&format!("[[weights]]\n{text}")).unwrap_err().to_string();
-        assert_eq!(wrong("names = []"), "`weights` without `names`");
+        assert_eq!(wrong("names = []"), "`weights` without `names`; add the names of weights");
         let dense = "names = [\"a\", \"b\"]\nformat = \"dense\"\nmethod = \"sse\"";
-        assert_eq!(wrong(dense), "weights `a, ..`: dense ones have no method, rule or block size");
+        let says = "weights `a, ..`: dense ones have no method, rule or block size; remove these, \
+                    or the format";
+        assert_eq!(wrong(dense), says);
         for (text, says) in [
             ("rule = \"even\"", "weights `a`: the rule `even` is for mxfp4, not nvfp4"),
             ("block-size = 48", "weights `a`: block size 48: expected 16 or 32"),
             (
                 "format = \"mxfp4\"\nmethod = \"four-over-six\"",
-                "weights `a`: method `four-over-six` is not defined for mxfp4",
+                "weights `a`: method `four-over-six` is not defined for mxfp4; choose another \
+                 method or format",
             ),
             (
                 "rule = \"torch-recipe\"\nmethod = \"four-over-six\"",

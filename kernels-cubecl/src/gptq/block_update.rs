@@ -145,9 +145,9 @@ pub(super) fn move_kernel(
         for k in 0..size {
             let channel = args.first + k;
             let at = (channel * args.rows + row) as usize;
-            let curvature = channel * args.channels + args.first;
+            let hessian_row = channel * args.channels + args.first;
             let element = codes.elements[at];
-            let step = left[k as usize] / (hessian[(curvature + k) as usize] * value);
+            let step = left[k as usize] / (hessian[(hessian_row + k) as usize] * value);
             let next = nearest_element(element + step);
             // With a scale of 0 all codes have the same value.
             let change = select(value > 0.0f32, (next - element) * value, 0.0f32);
@@ -158,7 +158,7 @@ pub(super) fn move_kernel(
             #[unroll]
             for other in 0..size {
                 left[other as usize] =
-                    fma(-change, hessian[(curvature + other) as usize], left[other as usize]);
+                    fma(-change, hessian[(hessian_row + other) as usize], left[other as usize]);
             }
         }
     }
@@ -261,11 +261,11 @@ fn distance(errors: &Array<f32>, hessian: &[f32], args: &GptqBlockArgs) -> f32 {
     let mut cost = 0.0f32.runtime();
     #[unroll]
     for i in 0..size {
-        let curvature = (args.first + i) * args.channels + args.first;
+        let hessian_row = (args.first + i) * args.channels + args.first;
         let mut sum = 0.0f32.runtime();
         #[unroll]
         for j in 0..size {
-            sum = fma(hessian[(curvature + j) as usize], errors[j as usize], sum);
+            sum = fma(hessian[(hessian_row + j) as usize], errors[j as usize], sum);
         }
         cost = fma(errors[i as usize], sum, cost);
     }

@@ -142,8 +142,8 @@ pub(crate) fn step<H: Size>(
 
 /// Returns the [`step`] of an element from the diagonal.
 #[cube]
-fn step_by(curvature: f32) -> f32 {
-    select(curvature > 0.0f32, 1.0f32 / curvature, 0.0f32)
+fn step_by(diagonal: f32) -> f32 {
+    select(diagonal > 0.0f32, 1.0f32 / diagonal, 0.0f32)
 }
 
 /// Returns `r^T H r` of a block's errors `r` with each of several scales, in the order of the
@@ -173,16 +173,16 @@ pub(crate) fn costs<H: Size>(
             #[unroll]
             for index in 0..4u32 {
                 let j = comptime!(vector * 4 + index);
-                let curvature = row.extract(comptime!(index as usize));
+                let entry = row.extract(comptime!(index as usize));
                 #[unroll]
                 for scale in 0..scales {
                     if comptime!(j < i) {
                         let error = errors[comptime!((scale * size + j) as usize)];
                         // Doubling either factor is exact.
-                        sums[scale as usize] = fma(curvature, 2.0f32 * error, sums[scale as usize]);
+                        sums[scale as usize] = fma(entry, 2.0f32 * error, sums[scale as usize]);
                     } else if comptime!(j == i) {
                         let error = errors[comptime!((scale * size + j) as usize)];
-                        sums[scale as usize] = fma(curvature, error, sums[scale as usize]);
+                        sums[scale as usize] = fma(entry, error, sums[scale as usize]);
                     }
                 }
             }

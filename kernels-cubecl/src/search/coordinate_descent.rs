@@ -225,16 +225,16 @@ fn slope<H: Size>(
             #[unroll]
             for index in 0..4u32 {
                 let j = comptime!((vector * 4 + index) as usize);
-                let curvature = row.extract(comptime!(index as usize));
+                let entry = row.extract(comptime!(index as usize));
                 if comptime!(vector * 4 + index < i) {
                     let before = errors[j];
                     // Doubling either factor is exact.
-                    sum = fma(curvature, 2.0f32 * before, sum);
-                    of_row = fma(curvature, before, of_row);
-                    gradient[j] = fma(curvature, error, gradient[j]);
+                    sum = fma(entry, 2.0f32 * before, sum);
+                    of_row = fma(entry, before, of_row);
+                    gradient[j] = fma(entry, error, gradient[j]);
                 } else if comptime!(vector * 4 + index == i) {
-                    sum = fma(curvature, error, sum);
-                    of_row = fma(curvature, error, of_row);
+                    sum = fma(entry, error, sum);
+                    of_row = fma(entry, error, of_row);
                 }
             }
         }
@@ -280,8 +280,8 @@ fn sweep<H: Size>(
                     #[unroll]
                     for index in 0..4u32 {
                         let k = comptime!((vector * 4 + index) as usize);
-                        let curvature = row.extract(comptime!(index as usize));
-                        gradient[k] = fma(-curvature, change, gradient[k]);
+                        let entry = row.extract(comptime!(index as usize));
+                        gradient[k] = fma(-entry, change, gradient[k]);
                     }
                 }
             }

@@ -1,7 +1,7 @@
 //! A row for each architecture of Hugging Face models, and the names that all of them have in
 //! common.
 //!
-//! Names are those of the files that `save_pretrained` writes. Each row was compared with the
+//! Names are as in the files that `save_pretrained` writes. Each row was compared with the
 //! classes of transformers by `tests/interop/architectures.py`, which makes a small model of every
 //! `model_type` here.
 

@@ -16,6 +16,9 @@ pub(super) const HEADER: Limit = Limit(100_000_000, "a text of at most 100,000,0
 /// Most bytes of a config, whose values take up to 150 bytes for each byte of text.
 pub(super) const CONFIG: Limit = Limit(16_000_000, "a text of at most 16,000,000 bytes");
 
+/// The first bytes of a file that a clone without Git LFS has in place of weights.
+const LFS_POINTER: &[u8] = b"version https://git-lfs";
+
 /// A file in memory. The pages are read when they are touched.
 #[derive(Debug)]
 pub(crate) struct Mapped(Mmap);
@@ -31,6 +34,10 @@ impl Mapped {
         // SAFETY: the map is only read. That the file keeps its length and bytes while it is
         // mapped is asked of the caller, in the documentation of `Container::open`.
         let map = unsafe { Mmap::map(&file) }.map_err(CheckpointError::io(path))?;
+        if map.starts_with(LFS_POINTER) {
+            let expected = "weights, found a pointer of Git LFS; run `git lfs pull` in its folder";
+            return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
+        }
         Ok(Self(map))
     }
 

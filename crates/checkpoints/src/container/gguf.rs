@@ -315,7 +315,7 @@ fn read_info<'a>(cursor: &mut Cursor<'a>) -> Result<Info<'a>, CheckpointError> {
 }
 
 impl Info<'_> {
-    /// Checks type, size and offset in so many bytes of data.
+    /// Checks type, size and offset in `limit` bytes of data.
     fn check(
         &self,
         limit: u64,

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Most files that are open at a time, besides those that are just being read.
+/// Most files that are open at a time, not counting files that are just being read.
 const MOST: usize = 16;
 
 /// Open files by their places, the last used first.

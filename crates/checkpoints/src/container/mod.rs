@@ -386,7 +386,7 @@ fn pickled(mut pickles: Vec<PathBuf>) -> Option<CheckpointError> {
     pickles.sort();
     let path = pickles.first()?.clone();
     let (first, end) = (stem(&path)?, path.extension()?.to_str()?.to_owned());
-    // Those that begin and end alike are the shards of one model.
+    // Files with the same begin and end are the shards of one model.
     let shards = pickles.iter().filter(|other| other.extension() == path.extension());
     let stems: Vec<String> = shards.filter_map(|other| stem(other)).collect();
     let common = |length: &usize| stems.iter().all(|stem| stem.starts_with(&first[..*length]));

@@ -227,11 +227,43 @@ impl<'de> Visitor<'de> for HeaderVisitor {
     }
 }
 
+/// The tensors of an index with their shards, in its order.
+struct WeightMap(IndexMap<String, String>);
+
+impl<'de> Deserialize<'de> for WeightMap {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct MapVisitor;
+
+        impl<'de> Visitor<'de> for MapVisitor {
+            type Value = WeightMap;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensors with their files")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<WeightMap, A::Error> {
+                let mut map = IndexMap::new();
+                while let Some((name, shard)) = access.next_entry::<String, String>()? {
+                    if map.contains_key(&name) {
+                        return Err(A::Error::custom(format_args!(
+                            "tensor `{name}` is there twice"
+                        )));
+                    }
+                    map.insert(name, shard);
+                }
+                Ok(WeightMap(map))
+            }
+        }
+
+        deserializer.deserialize_map(MapVisitor)
+    }
+}
+
 /// Reads an index: tensors with their shards, in its order.
 pub(super) fn read_index(path: &Path) -> Result<IndexMap<String, String>, CheckpointError> {
     #[derive(Deserialize)]
     struct Index {
-        weight_map: IndexMap<String, String>,
+        weight_map: WeightMap,
     }
 
     let text = read_text(path, &HEADER)?;
@@ -241,7 +273,8 @@ pub(super) fn read_index(path: &Path) -> Result<IndexMap<String, String>, Checkp
         let what = format!("expected an object with the field `{WEIGHT_MAP}`");
         return Err(wrong(serde_json::Error::custom(what)));
     }
-    let Index { weight_map } = serde_json::from_slice(&text).map_err(wrong)?;
+    let Index { weight_map: WeightMap(weight_map) } =
+        serde_json::from_slice(&text).map_err(wrong)?;
     // A name, not a path: an index must not lead out of its folder.
     let plain = |shard: &str| !shard.contains(['/', '\\', '\0']) && shard.ends_with(".safetensors");
     match weight_map.values().find(|shard| !plain(shard)) {

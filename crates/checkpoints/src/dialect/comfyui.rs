@@ -1,11 +1,11 @@
 //! ComfyUI and Black Forest Labs: single files whose metadata names the quantized layers; block
 //! scales in tiles, the **high** nibble first.
 //!
-//! | tensor | dtype | shape | meaning |
-//! |---|---|---|---|
-//! | `X.weight` | U8 | `[N, K/2]` | codes; N and K padded to 16 |
-//! | `X.weight_scale` | F8_E4M3 | N to 128, K/16 to 4 | block scales in tiles of 128x4 |
-//! | `X.weight_scale_2` | F32 | `[]` | tensor scale, a multiplier |
+//! | tensor             | dtype   | shape               | meaning                        |
+//! |--------------------|---------|---------------------|--------------------------------|
+//! | `X.weight`         | U8      | `[N, K/2]`          | codes; N and K padded to 16    |
+//! | `X.weight_scale`   | F8_E4M3 | N to 128, K/16 to 4 | block scales in tiles of 128x4 |
+//! | `X.weight_scale_2` | F32     | `[]`                | tensor scale, a multiplier     |
 //!
 //! `__metadata__` has `_quantization_metadata`: `{"layers": {X: {"format": "nvfp4"}}}`. The padding
 //! is part of the weight here: the file does not say how much of it there is.

@@ -1,16 +1,16 @@
 //! compressed-tensors (llm-compressor, vLLM): `X.weight_packed` with `X.weight_scale` and, for
 //! NVFP4, `X.weight_global_scale`.
 //!
-//! | tensor | dtype | shape | meaning |
-//! |---|---|---|---|
-//! | `X.weight_packed` | U8 | `[N, K/2]` | codes, low nibble first |
-//! | `X.weight_scale` | F8_E4M3 | `[N, K/16]` | block scales of `nvfp4-pack-quantized` |
-//! | `X.weight_scale` | U8 | `[N, K/32]` | E8M0 block scales of `mxfp4-pack-quantized` |
-//! | `X.weight_global_scale` | F32 | `[1]` | tensor scale, a **divisor** |
-//! | `X.input_global_scale` | F32 | `[1]` | of the input, a **divisor** |
+//! | tensor                  | dtype   | shape       | meaning                                |
+//! |-------------------------|---------|-------------|----------------------------------------|
+//! | `X.weight_packed`       | U8      | `[N, K/2]`  | codes, low nibble first                |
+//! | `X.weight_scale`        | F8_E4M3 | `[N, K/16]` | block scales of `nvfp4-pack-quantized` |
+//! | `X.weight_scale`        | U8      | `[N, K/32]` | E8M0 scales of `mxfp4-pack-quantized`  |
+//! | `X.weight_global_scale` | F32     | `[1]`       | tensor scale, a **divisor**            |
+//! | `X.input_global_scale`  | F32     | `[1]`       | of the input, a **divisor**            |
 //!
 //! The scales are of shape `[1]`: with `[]` torch divides the block scales in bf16, and one value
-//! in seven changes. The scales of the cache stand beside the attention's layers,
+//! in seven changes. The scales of the cache are named after the attention,
 //! `self_attn.k_scale`; here they have ModelOpt's names, `self_attn.k_proj.k_scale`.
 //!
 //! A `Conv1D` of transformers (GPT-2) is `[K, N]` and becomes `[N, K/2]`: AutoRound packs it so,
@@ -51,7 +51,7 @@ const FORMATS: [&str; 8] = [
     "compressed",
 ];
 
-/// The name of a scale of the cache, and the layer beside it, to which it belongs in ModelOpt.
+/// The name of a scale of the cache, and the layer of the attention that has it in ModelOpt.
 const CACHE_SCALES: [(&str, &str); 2] = [(".k_scale", ".k_proj"), (".v_scale", ".v_proj")];
 
 impl Dialect for CompressedTensors {
@@ -98,7 +98,7 @@ impl Dialect for CompressedTensors {
 }
 
 /// The name that ModelOpt has for a scale of the cache. Other parameters may be called so too: it
-/// stands in an attention, or beside the layer.
+/// stands in an attention that has the layer.
 fn of_layer(container: &Container, name: &str) -> Option<String> {
     CACHE_SCALES.iter().find_map(|(scale, layer)| {
         let parent = name.strip_suffix(scale).filter(|parent| !parent.ends_with(layer))?;
@@ -109,7 +109,7 @@ fn of_layer(container: &Container, name: &str) -> Option<String> {
 }
 
 /// The name here of a scale of the cache.
-fn beside_layers(name: &str) -> Option<String> {
+fn in_attention(name: &str) -> Option<String> {
     CACHE_SCALES.iter().find_map(|(scale, layer)| {
         let parent = name.strip_suffix(scale)?.strip_suffix(layer)?;
         Some(format!("{parent}{scale}"))
@@ -199,7 +199,7 @@ fn read_weight<'a>(
 }
 
 /// SGLang has MXFP4 for experts alone; TensorRT-LLM needs scales of inputs for NVFP4, and has
-/// weights of MXFP4 beside unquantized inputs for experts alone.
+/// weights of MXFP4 with unquantized inputs for experts alone.
 const READERS_OF_NVFP4: [ReadBy; 3] = [
     source(
         Program::Vllm,
@@ -235,7 +235,7 @@ impl Write for CompressedTensors {
         };
         match &weight.value {
             Value::Plain(tensor) => {
-                let cache = beside_layers(&weight.name);
+                let cache = in_attention(&weight.name);
                 Ok(vec![NewTensor::copy(cache.as_ref().unwrap_or(&weight.name), tensor)])
             }
             Value::Fp8(fp8) => {

@@ -5,7 +5,8 @@
 //! | `X.weight` | I8 | `[N, K/2]` | codes of an expert, low nibble first |
 //! | `X.scale` | F8_E8M0 | `[N, K/32]` | its block scales |
 //! | `X.weight` | F8_E4M3 | `[N, K]` | FP8 |
-//! | `X.scale`, `X.weight_scale_inv` | F32, E8M0 | `[N/128, K/128]` | its scales; they multiply |
+//! | `X.scale` | F32, F8_E8M0 | `[N/128, K/128]` | its scales; they multiply |
+//! | `X.weight_scale_inv` | F32, F8_E8M0 | `[N/128, K/128]` | the same under another name |
 //!
 //! `quant_method: "fp8"`; `expert_dtype: "fp4"` of the model's config says that there is FP4.
 //!

@@ -1,10 +1,10 @@
-//! GGUF: records of NVFP4 or MXFP4 with codes and block scales, and a tensor scale beside them.
+//! GGUF: records of NVFP4 or MXFP4 with codes and block scales; a tensor scale has its own tensor.
 //!
-//! | tensor | type | shape | meaning |
-//! |---|---|---|---|
-//! | `X.weight` | NVFP4 or MXFP4 | `[.., N, K]` | records; NVFP4 asks for K in multiples of 64 |
-//! | `X.scale` | F32 | `[1]` or `[E]` | tensor scale, a multiplier |
-//! | `X.input_scale` | F32 | `[1]` or `[E]` | of the input, a multiplier |
+//! | tensor          | type           | shape          | meaning                              |
+//! |-----------------|----------------|----------------|--------------------------------------|
+//! | `X.weight`      | NVFP4 or MXFP4 | `[.., N, K]`   | records; NVFP4: K in multiples of 64 |
+//! | `X.scale`       | F32            | `[1]` or `[E]` | tensor scale, a multiplier           |
+//! | `X.input_scale` | F32            | `[1]` or `[E]` | of the input, a multiplier           |
 //!
 //! A written file keeps the source's names and numbers: a Hugging Face model's tensors are not
 //! renamed, nor are the rows of its rotary attention permuted as llama.cpp's converter does, so
@@ -106,7 +106,7 @@ const QUANTIZATION_VERSION: u32 = 2;
 /// dtypes that a matrix has. None: there are other records of ggml and no FP4; their mixtures have
 /// numbers that the types of tensors do not tell.
 fn file_type(model: &Model<'_>) -> Option<u32> {
-    /// Larger than all numbers of floats, and smaller than those of FP4.
+    /// Larger than the number of any float, and smaller than the numbers of FP4.
     const RECORDS: u32 = 37;
     let number = |weight: &Weight<'_>| match &weight.value {
         Value::Fp4(fp4) if fp4.format == Fp4Format::NvFp4 => Some(39),
@@ -159,7 +159,7 @@ impl Write for Gguf {
         }
         let row = record(fp4.format);
         if !fp4.cols().is_multiple_of(row.block) {
-            return Err(cannot("NVFP4 whose columns are no multiple of 64"));
+            return Err(cannot("NVFP4 whose columns are not a multiple of 64"));
         }
         let name = weight.name.clone();
         let make = move || {

@@ -1,9 +1,9 @@
 //! gpt-oss: the stacked experts in MXFP4, everything else as it was.
 //!
-//! | tensor | dtype | shape | meaning |
-//! |---|---|---|---|
-//! | `experts.X_blocks` | U8 | `[E, N, K/32, 16]` | codes, low nibble first |
-//! | `experts.X_scales` | U8 | `[E, N, K/32]` | E8M0 block scales |
+//! | tensor             | dtype | shape              | meaning                 |
+//! |--------------------|-------|--------------------|-------------------------|
+//! | `experts.X_blocks` | U8    | `[E, N, K/32, 16]` | codes, low nibble first |
+//! | `experts.X_scales` | U8    | `[E, N, K/32]`     | E8M0 block scales       |
 //!
 //! The model's parameter is `[E, K, N]`. OpenAI's own release ends the names in `.blocks` and
 //! `.scales`.

@@ -3,7 +3,7 @@
 //! Its files say `quant_method: "modelopt"` and are read as such; nothing in them tells the two
 //! apart, so that this dialect is chosen by name. What differs is what is written: every layer
 //! has an input scale, the ignore list names every module that is not quantized and `qkv_proj`
-//! beside its parts, whole layers stand there with a dot at the end, and the index keeps the
+//! with its parts, whole layers stand there with a dot at the end, and the index keeps the
 //! order of the tensors.
 //!
 //! Source: `tools/convert_hf_to_nvfp4.py` of radixark/miles as of pull request 1054.
@@ -122,7 +122,7 @@ impl Write for Miles {
     }
 }
 
-/// Every module `X` whose `X.weight` is not quantized, sorted; `qkv_proj` beside its parts; and
+/// Every module `X` whose `X.weight` is not quantized, sorted; `qkv_proj` with its parts; and
 /// the layers that the source keeps whole.
 fn ignore_list(model: &Model<'_>) -> BTreeSet<String> {
     let mut list = BTreeSet::new();

@@ -1,9 +1,10 @@
 //! MLX: `X.weight` as 32-bit words of eight codes with `X.scales`, no tensor scale.
 //!
-//! | tensor | dtype | shape | meaning |
-//! |---|---|---|---|
-//! | `X.weight` | U32 | `[.., N, K/8]` | codes, the first in the lowest bits: bytes as elsewhere |
-//! | `X.scales` | U8 | `[.., N, K/16]` or `[.., N, K/32]` | block scales, E4M3 or E8M0 |
+//! | tensor     | dtype | shape           | meaning                             |
+//! |------------|-------|-----------------|-------------------------------------|
+//! | `X.weight` | U32   | `[.., N, K/8]`  | codes, the first in the lowest bits |
+//! | `X.scales` | U8    | `[.., N, K/16]` | block scales of NVFP4, E4M3         |
+//! | `X.scales` | U8    | `[.., N, K/32]` | block scales of MXFP4, E8M0         |
 //!
 //! `config.json` says `quantization: {group_size, bits, mode}`, and the same for a module under
 //! the module's name. A file alone has no config: there the mode is the one with as many scales for

@@ -1,12 +1,12 @@
 //! NVIDIA ModelOpt: `X.weight` with `X.weight_scale` and, for NVFP4, `X.weight_scale_2`.
 //!
-//! | tensor | dtype | shape | meaning |
-//! |---|---|---|---|
-//! | `X.weight` | U8 | `[N, K/2]` | codes, low nibble first |
-//! | `X.weight_scale` | F8_E4M3, or U8 | `[N, K/16]`, or `[N, K/32]` | block scales, E4M3 or E8M0 |
-//! | `X.weight_scale_2` | F32 | `[]`, or one a matrix | tensor scale, a multiplier |
-//! | `X.input_scale` | F32 | `[]` | of the input, a multiplier |
-//! | `X.pre_quant_scale` | of the model | `[K]` | multiplies the input (AWQ) |
+//! | tensor              | dtype        | shape                    | meaning                    |
+//! |---------------------|--------------|--------------------------|----------------------------|
+//! | `X.weight`          | U8           | `[N, K/2]`               | codes, low nibble first    |
+//! | `X.weight_scale`    | F8_E4M3, U8  | `[N, K/16]`, `[N, K/32]` | block scales, E4M3 or E8M0 |
+//! | `X.weight_scale_2`  | F32          | `[]`, or one a matrix    | tensor scale, a multiplier |
+//! | `X.input_scale`     | F32          | `[]`                     | of the input, a multiplier |
+//! | `X.pre_quant_scale` | of the model | `[K]`                    | multiplies the input (AWQ) |
 //!
 //! A parameter that is not called `weight` puts its name before the scales:
 //! `experts.gate_up_proj_weight_scale`. The stacked experts of Llama 4 and gpt-oss are transposed:
@@ -337,8 +337,8 @@ fn algorithm(scheme: Scheme) -> (&'static str, Option<usize>) {
         Scheme::Fp4 { format: Fp4Format::NvFp4, block_size, .. } => {
             ("W4A16_NVFP4", Some(block_size))
         }
-        // ModelOpt's `mxfp4` is read by no engine. This is its name for the same weights beside
-        // inputs of FP8, of which TensorRT-LLM finds the scales as layers run.
+        // No engine reads ModelOpt's `mxfp4`. This is its name for the same weights with
+        // inputs in FP8, whose scales TensorRT-LLM finds as layers run.
         Scheme::Fp4 { format: Fp4Format::MxFp4, block_size, .. } => {
             ("W4A8_MXFP4_FP8", Some(block_size))
         }

@@ -1,11 +1,11 @@
 //! AMD Quark: ModelOpt's shapes, its own config.
 //!
-//! | tensor | dtype | shape | meaning |
-//! |---|---|---|---|
-//! | `X.weight` | U8 | `[N, K/2]` | codes, low nibble first |
-//! | `X.weight_scale` | U8 or F8_E4M3 | `[N, K/32]` or `[N, K/16]` | E8M0 or E4M3 block scales |
-//! | `X.weight_scale_2` | F32 | `[]` | tensor scale of NVFP4 |
-//! | `X.input_scale_2` | F32 | `[]` | of the input |
+//! | tensor             | dtype         | shape                      | meaning                   |
+//! |--------------------|---------------|----------------------------|---------------------------|
+//! | `X.weight`         | U8            | `[N, K/2]`                 | codes, low nibble first   |
+//! | `X.weight_scale`   | U8 or F8_E4M3 | `[N, K/32]` or `[N, K/16]` | E8M0 or E4M3 block scales |
+//! | `X.weight_scale_2` | F32           | `[]`                       | tensor scale of NVFP4     |
+//! | `X.input_scale_2`  | F32           | `[]`                       | of the input              |
 //!
 //! Sources: `quantization/quark/schemes/quark_ocp_mx.py` of vLLM, Quark's `export` documentation.
 

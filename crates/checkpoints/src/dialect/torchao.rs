@@ -1,11 +1,11 @@
 //! torchao: the parts of a tensor subclass under names of their own, and what they are as JSON in
 //! the file's metadata.
 //!
-//! | tensor | dtype | meaning |
-//! |---|---|---|
-//! | `m._weight_qdata` | U8 | codes `[N, K/2]`, low nibble first |
-//! | `m._weight_scale` | F8_E4M3, F8_E8M0 | block scales, in tiles if `is_swizzled_scales` |
-//! | `m._weight_per_tensor_scale` | F32 | tensor scale, a multiplier; may be missing |
+//! | tensor                       | dtype      | meaning                                        |
+//! |------------------------------|------------|------------------------------------------------|
+//! | `m._weight_qdata`            | U8         | codes `[N, K/2]`, low nibble first             |
+//! | `m._weight_scale`            | E4M3, E8M0 | block scales, in tiles if `is_swizzled_scales` |
+//! | `m._weight_per_tensor_scale` | F32        | tensor scale, a multiplier; may be missing     |
 //!
 //! `__metadata__` has `tensor_names`, a list, and for each name its `_type` and `_data`.
 //!

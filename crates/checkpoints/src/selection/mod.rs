@@ -341,7 +341,7 @@ impl Selection {
         })
     }
 
-    /// Names the choice that makes a weight quantized whose neighbours are kept.
+    /// Names the choice that makes a weight quantized whose neighbors are kept.
     fn remedy_together(&self, model: &Model<'_>, weight: &str) -> String {
         let apart = "set `together = false` in a recipe";
         let families = fused::families(model);
@@ -854,8 +854,8 @@ mod tests {
         };
         let first = names[0].to_owned();
         let stacks = Warning::StacksByShape { weights: 2, first };
-        assert_eq!(of("unheard_of", &[]).warnings[1..], [stacks.clone()]);
-        assert_eq!(of("llama", &["*.table"]).warnings, [stacks.clone()]);
+        assert_eq!(&of("unheard_of", &[]).warnings[1..], std::slice::from_ref(&stacks));
+        assert_eq!(of("llama", &["*.table"]).warnings, std::slice::from_ref(&stacks));
         assert_eq!(of("llama", &[]).warnings, []);
         let says = "`layers.0.mixer.table.weight` (and 1 more): taken for a stack of matrices";
         assert!(stacks.to_string().starts_with(says), "{stacks}");

@@ -32,7 +32,7 @@ pub enum Start {
     /// Refuse to begin if there are weights in it, so that no work is lost unasked.
     First,
     /// Remove it, but refuse to begin if there are weights of another task in it.
-    Anew,
+    Over,
     /// Go on with it.
     Resume,
 }
@@ -57,7 +57,7 @@ const COPIED: usize = 1 << 20;
 /// # let weights = vec![Weight::new("norm.weight", 0, Value::Plain(tensor))];
 /// # let model = Model { weights, ..Model::default() };
 /// let planned = model.plan("gguf", &WriteOptions::default())?;
-/// let mut output = planned.create(&path, "an example", Start::Anew)?;
+/// let mut output = planned.create(&path, "an example", Start::Over)?;
 /// output.write(0, &model.weights[0])?;
 /// assert!(output.is_done(0) && !path.exists());
 /// output.finish()?;
@@ -121,7 +121,7 @@ impl Planned<'_> {
         let old = journal.read()?;
         let new = old.is_none();
         if let Some((found, done)) = old.as_ref().filter(|(_, done)| !done.is_empty())
-            && (start == Start::First || start == Start::Anew && !found.ends_with(&own))
+            && (start == Start::First || start == Start::Over && !found.ends_with(&own))
         {
             return Err(CheckpointError::Unfinished { path: partial, done: done.len() });
         }
@@ -553,7 +553,7 @@ mod tests {
         let weights = vec![weight("a.weight"), weight("b.weight")];
         let model = Model { weights, ..Model::default() };
         let planned = model.plan("modelopt", &WriteOptions::default()).expect("a plan");
-        let create = || planned.create(&path, "a test", Start::Anew).expect("a folder");
+        let create = || planned.create(&path, "a test", Start::Over).expect("a folder");
 
         let mut output = create();
         let without = Weight { input_scale: None, ..model.weights[0].clone() };

@@ -60,9 +60,9 @@ impl fmt::Display for WriteReport {
         if self.inverted > 0 {
             let (inverted, rounded) = (self.inverted, self.inverted_rounded);
             let (lost, error) = (self.inverted_inexactly, self.inverted_error);
-            let lost = format!("not the same when inverted again: {lost}");
-            let rounded = format!("rounded: {rounded} by {error:.1e} at most");
-            writeln!(f, "tensor scales that were inverted: {inverted}, {rounded}, {lost}")?;
+            let rounded = format!("rounded to f32: {rounded}, by {error:.1e} at most");
+            let lost = format!("different when converted back: {lost}");
+            writeln!(f, "tensor scales stored as 1 / scale: {inverted}; {rounded}; {lost}")?;
         }
         match self.input_scales_left_out {
             0 => {}
@@ -104,8 +104,8 @@ mod tests {
         let lines = [
             "tensors: 3 of 144 bytes, files: 1",
             "blocks that took in a tensor scale: 8, 5 values of 2 changed",
-            "tensor scales that were inverted: 6, rounded: 5 by 4.0e-8 at most, not the same when \
-             inverted again: 1",
+            "tensor scales stored as 1 / scale: 6; rounded to f32: 5, by 4.0e-8 at most; \
+             different when converted back: 1",
             "scales of quantized inputs that were left out: 4",
             "inputs that are no longer quantized as layers run: 3",
             "weights that were decoded to floats: 7",

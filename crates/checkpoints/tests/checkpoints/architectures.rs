@@ -234,9 +234,7 @@ fn a_weight_stored_by_inputs_is_kept_where_no_reader_turns_it() {
         let text = selection.check_not_empty(&model).expect_err("nothing is left").to_string();
         assert!(text.contains("[inputs, outputs]"), "{text}");
         assert!(
-            text.ends_with(
-                "; write the dialect compressed-tensors, or force weights by their names"
-            )
+            text.ends_with("; write the dialect compressed-tensors, or name weights with `only`")
         );
         let only = vec!["*c_attn".to_owned()];
         let choice =

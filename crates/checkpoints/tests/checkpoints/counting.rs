@@ -19,7 +19,7 @@ fn count(bytes: isize) {
     });
 }
 
-// SAFETY: every call goes to the system's allocator as it is.
+// SAFETY: every call goes to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize);

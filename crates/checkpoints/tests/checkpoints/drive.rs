@@ -13,7 +13,7 @@ use burn_fp4_formats::Fp4Format;
 use super::counting::peak;
 
 /// What may be allocated beyond the size of the files.
-pub(crate) const SLACK: usize = 16 << 20;
+pub(crate) const SLACK: usize = 16_000_000;
 
 /// What came of a checkpoint that could be read.
 #[derive(Debug, Default, Clone, Copy)]

@@ -1,4 +1,4 @@
-//! Types of ggml other than FP4: the values are those of Python's gguf, bit for bit.
+//! Types of ggml other than FP4: the values are the same as in Python's gguf, bit for bit.
 
 use burn_fp4_checkpoints::selection::{Choice, Decision, Reason, Selection};
 use burn_fp4_checkpoints::{

@@ -23,7 +23,7 @@ fn open(what: &str, path: &Path) -> Result<Checkpoint, CheckpointError> {
     result
 }
 
-/// The text of an object of so many fields.
+/// The text of an object of `count` fields.
 fn object(count: usize, field: impl Fn(&mut String, usize)) -> String {
     let mut text = "{".to_owned();
     for at in 0..count {
@@ -33,7 +33,7 @@ fn object(count: usize, field: impl Fn(&mut String, usize)) -> String {
     text + "}"
 }
 
-/// A file of a header, with so many bytes of data.
+/// A file of a header, with `data` bytes of data.
 fn write(path: &Path, header: &str, data: usize) {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());

@@ -1,10 +1,10 @@
-//! Files that once did harm, or would: each by hand, beside the mutations.
+//! Files that once did harm, or would, each written by hand.
 
 use std::fs;
 use std::path::Path;
 
 use burn_fp4_checkpoints::{
-    Checkpoint, CheckpointError, Dtype, Pattern, Syntax, TensorProblem, WriteOptions,
+    Checkpoint, CheckpointError, Dtype, Pattern, Reader, Syntax, TensorProblem, WriteOptions,
 };
 use burn_fp4_formats::Fp4Format;
 use serde_json::json;
@@ -87,6 +87,67 @@ fn an_index_is_an_object() {
         let says = "expected an object with the field `weight_map`";
         assert!(error.to_string().contains(says), "{index}: {error}");
     }
+}
+
+#[test]
+fn an_index_that_names_a_tensor_twice_is_an_error_that_names_it() {
+    let folder = folder("hostile-index-twice");
+    raw_file(&folder.join("a.safetensors"), &[], &[("x", Dtype::U8, vec![1], vec![0])]);
+    let index = r#"{"weight_map":{"x":"gone.safetensors","x":"a.safetensors"}}"#;
+    fs::write(folder.join("model.safetensors.index.json"), index).expect("written");
+    let error = Checkpoint::open(&folder).expect_err("twice").to_string();
+    assert!(error.contains("index.json: index: tensor `x` is there twice"), "{error}");
+}
+
+#[test]
+fn errors_about_files_that_are_not_whole_say_what_to_do() {
+    let folder = folder("hostile-cut");
+    let path = folder.join("model.safetensors");
+    raw_file(&path, &[], &[("x", Dtype::U8, vec![64], vec![0; 64])]);
+    let whole = fs::read(&path).expect("a file");
+    for (bytes, says) in [
+        (&whole[..whole.len() - 7], "; the file is cut off: download it again"),
+        (&whole[..20], "; download or make the file again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "; run `git lfs pull` in its folder"),
+    ] {
+        fs::write(&path, bytes).expect("written");
+        let error = Checkpoint::open(&path).expect_err("not whole").to_string();
+        assert!(error.ends_with(says), "{error}");
+    }
+    fs::write(&path, &whole).expect("written");
+    for (name, text, says) in [
+        ("config.json", "{", "; correct the file or download it again"),
+        (
+            "model.safetensors.index.json",
+            r#"{"weight_map":{"x":"gone.safetensors"}}"#,
+            "; the file is missing: download it",
+        ),
+    ] {
+        fs::write(folder.join(name), text).expect("written");
+        let error = Checkpoint::open(&folder).expect_err("not whole").to_string();
+        assert!(error.contains(&folder.display().to_string()) && error.ends_with(says), "{error}");
+        fs::remove_file(folder.join(name)).expect("removed");
+    }
+}
+
+#[test]
+fn a_number_in_f64_beyond_f32_is_not_called_infinite() {
+    let path = folder("hostile-f64").join("x.safetensors");
+    let values = |number: f64| {
+        raw_file(&path, &[], &[("x", Dtype::F64, vec![1], number.to_le_bytes().to_vec())]);
+        let checkpoint = Checkpoint::open(&path).expect("a file");
+        let weights = checkpoint.weights().expect("weights");
+        let read = Reader::new(checkpoint.container()).values(&weights[0]);
+        match weights[0].values() {
+            Ok((_, values)) => assert_eq!(values, read.expect("the same")),
+            Err(error) => assert_eq!(error.to_string(), read.expect_err("the same").to_string()),
+        }
+        weights[0].values().map(|(_, values)| values[0])
+    };
+    let error = values(-1e300).expect_err("beyond f32").to_string();
+    assert!(error.contains("tensor `x`: the value -1e300 is beyond the range of f32"), "{error}");
+    assert_eq!(values(f64::INFINITY).expect("infinite in the file"), f32::INFINITY);
+    assert_eq!(values(1e30).expect("in range"), 1e30);
 }
 
 #[test]

@@ -334,7 +334,7 @@ fn the_type_of_a_gguf_file_goes_with_the_weights_that_it_told_of() {
     let decoded = WriteOptions { decode_fp4: Some(Dtype::BF16), ..WriteOptions::default() };
     let checkpoint = Checkpoint::open(&before).expect("a checkpoint");
     checkpoint.model().and_then(|model| model.write(&after, "gguf", &decoded)).expect("written");
-    assert!(!has(&after), "no type says what Q8_0 beside floats is");
+    assert!(!has(&after), "no type says what Q8_0 with floats is");
 }
 
 #[test]
@@ -938,9 +938,9 @@ fn what_multiplies_the_input_is_carried_or_refused() {
     assert!(matches!(refused, Err(CheckpointError::CannotHold { dialect: "decoding", .. })));
 }
 
-/// The values that a reader of the target decodes are those of the source, or it is refused.
+/// A reader of the target decodes the values of the source, or the conversion is refused.
 #[test]
-fn a_tensor_scale_beside_mxfp4_is_folded_or_refused() {
+fn a_tensor_scale_of_mxfp4_is_folded_or_refused() {
     let folder = folder("scaled-mxfp4");
     let source = |g: f32, name: &str| {
         let mut source = model(Fp4Format::MxFp4, [1.0, 1.0], None);
@@ -982,7 +982,7 @@ fn a_tensor_scale_beside_mxfp4_is_folded_or_refused() {
 }
 
 #[test]
-fn a_scale_of_inputs_beside_mxfp4_is_counted_where_it_is_left_out() {
+fn a_scale_of_inputs_with_mxfp4_is_counted_where_it_is_left_out() {
     let folder = folder("mxfp4-inputs");
     let source = model(Fp4Format::MxFp4, [1.0, 1.0], Some(0.5));
     for (dialect, left_out) in [("modelopt", 0), ("compressed-tensors", 2)] {
@@ -1120,7 +1120,7 @@ fn a_cache_is_quantized_only_if_the_source_says_so() {
     let name_of = |export: &serde_json::Value| {
         export["quantization"].get("kv_cache_quant_algo").expect("a field").clone()
     };
-    // With this option the configs are written anew.
+    // With this option the configs are made new.
     let cast = WriteOptions { cast: Some(Fp4Format::NvFp4), ..WriteOptions::default() };
     let cases = [(json!(null), json!(null)), (json!("FP8"), fp8)];
     for (at, (name, scheme)) in cases.into_iter().enumerate() {
@@ -1235,7 +1235,7 @@ fn experts_that_share_a_tensor_scale_have_one_each_in_gguf() {
 }
 
 #[test]
-fn scales_of_a_cache_stand_beside_the_layers_of_any_attention() {
+fn scales_of_a_cache_stand_in_any_attention() {
     let path = folder("cache-names").join("ct");
     let packed = Random(2).packed(Fp4Format::NvFp4, 16, 64, 0.5);
     let weights = vec![
@@ -1317,7 +1317,7 @@ fn modelopt_is_read_whatever_dtype_names_its_bytes() {
             check("modelopt", &folder, &[("x.weight", &mx), ("y.weight", &nv)]);
         }
     }
-    // Powers of two have no tensor scale beside them.
+    // Powers of two have no tensor scale.
     let tensors = [
         ("x.weight", Dtype::U8, vec![4, 32], mx.codes.clone()),
         ("x.weight_scale", Dtype::F8_E8M0, vec![4, 2], mx.scales.clone()),

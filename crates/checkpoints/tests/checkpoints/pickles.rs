@@ -44,8 +44,8 @@ fn pickles_are_refused_with_the_command_that_converts_them() {
 }
 
 #[test]
-fn pickles_beside_safetensors_are_left_out_of_a_copy() {
-    let folder = super::folder("pickles-beside");
+fn pickles_next_to_safetensors_are_left_out_of_a_copy() {
+    let folder = super::folder("pickles-next");
     let trainer = folder.join("training_args.bin");
     fs::write(&trainer, "").expect("a file");
     let error = Container::open(&folder).expect_err("nothing there").to_string();

@@ -68,7 +68,7 @@ fn every_reader_of_modelopt_accepts_the_algorithm_that_is_written() {
     }
 }
 
-/// TensorRT-LLM alone: vLLM and SGLang know no MXFP4 beside NVFP4 here.
+/// TensorRT-LLM alone: vLLM and SGLang know no MXFP4 with NVFP4 here.
 #[test]
 fn tensorrt_llm_accepts_every_fp4_layer_of_a_mixed_model() {
     let algorithms = algorithms(&written("mixed", &mixed()));
@@ -109,7 +109,7 @@ fn a_file_of_modelopt_that_says_mxfp4_is_read_as_before() {
 }
 
 #[test]
-fn inputs_that_modelopt_rounds_beside_mxfp4_are_counted_where_nothing_rounds_them() {
+fn inputs_that_modelopt_rounds_with_mxfp4_are_counted_where_nothing_rounds_them() {
     let now = written("inputs", &model(Fp4Format::MxFp4, [1.0, 1.0], None));
     let path = folder("readers-rounding").join("out");
     let report = now

@@ -91,7 +91,7 @@ fn tiny(format: Fp4Format, g: f32) -> Model<'static> {
     Model { weights, ..experts_config() }
 }
 
-/// FP8 of every granularity beside FP4.
+/// FP8 of every granularity, and FP4.
 fn mixed() -> Model<'static> {
     let mut mixed = tiny(Fp4Format::NvFp4, 0.25);
     let shapes: [(&str, &[usize], Dtype); 4] = [

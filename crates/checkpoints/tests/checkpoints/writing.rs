@@ -40,7 +40,7 @@ fn plans_touch_no_map_whose_file_was_cut_off() {
 
 /// MXFP4 with the tensor scale that GGUF has for any format: values are looked at to fold it.
 #[test]
-fn plans_that_fold_a_scale_beside_mxfp4_touch_no_map_whose_file_was_cut_off() {
+fn plans_that_fold_a_scale_of_mxfp4_touch_no_map_whose_file_was_cut_off() {
     let path = folder("cut-mxfp4").join("source.gguf");
     let mut source = model(Fp4Format::MxFp4, [1.0, 1.0], None);
     for weight in &mut source.weights {
@@ -83,7 +83,7 @@ fn pieces_are_put_in_any_order_and_noted_when_all_of_them_are_there() {
         (checkpoint.model().expect("weights"), Reader::new(checkpoint.container()));
     let planned = model.plan("plain", &WriteOptions::default()).expect("a plan");
     let out = folder.join("out");
-    let mut output = planned.create(&out, "task", Start::Anew).expect("it begins");
+    let mut output = planned.create(&out, "task", Start::Over).expect("it begins");
     let pieces = planned.pieces(0).expect("pieces");
     assert_eq!(pieces.len(), 3);
     let put = |output: &mut burn_fp4_checkpoints::Output<'_>, at: usize| {
@@ -116,9 +116,9 @@ fn what_was_gone_on_with_stays_without_being_asked_to() {
     let model = checkpoint.model().expect("weights");
     let planned = model.plan("plain", &WriteOptions::default()).expect("a plan");
     let (out, partial) = (folder.join("out"), folder.join(".out.partial"));
-    drop(planned.create(&out, "task", Start::Anew).expect("it begins"));
+    drop(planned.create(&out, "task", Start::Over).expect("it begins"));
     assert!(!partial.exists());
-    planned.create(&out, "task", Start::Anew).expect("it begins").keep();
+    planned.create(&out, "task", Start::Over).expect("it begins").keep();
     let output = planned.create(&out, "task", Start::Resume).expect("it goes on");
     assert_eq!(output.stays(), Some(&*partial));
     drop(output);
@@ -127,7 +127,7 @@ fn what_was_gone_on_with_stays_without_being_asked_to() {
     let Some(CheckpointError::OtherTask { differs, .. }) = other else { panic!("it goes on") };
     assert_eq!(differs, "`task` there, `other` here");
     assert!(partial.exists());
-    drop(planned.create(&out, "other", Start::Anew).expect("it begins"));
+    drop(planned.create(&out, "other", Start::Over).expect("it begins"));
     assert!(!partial.exists());
 }
 
@@ -147,13 +147,13 @@ fn weights_of_another_task_are_not_removed() {
     output.keep();
     drop(output);
     for task in ["convert", "size 1", ""] {
-        let other = planned.create(&out, task, Start::Anew).err();
+        let other = planned.create(&out, task, Start::Over).err();
         assert!(matches!(other, Some(CheckpointError::Unfinished { done: 1, .. })), "{other:?}");
     }
     let error = planned.create(&out, "format a; size 2", Start::Resume).err();
     let error = error.expect("another task").to_string();
     assert!(error.contains(", `size 1` there, `size 2` here; give the same"), "{error}");
-    drop(planned.create(&out, "format a; size 1", Start::Anew).expect("its own is removed"));
+    drop(planned.create(&out, "format a; size 1", Start::Over).expect("its own is removed"));
     assert!(!folder.join(".out.partial").exists());
 }
 
@@ -165,7 +165,7 @@ fn a_panic_leaves_what_is_written() {
     let planned = model.plan("plain", &WriteOptions::default()).expect("a plan");
     let out = folder.join("out");
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        let _output = planned.create(&out, "task", Start::Anew).expect("it begins");
+        let _output = planned.create(&out, "task", Start::Over).expect("it begins");
         std::panic::resume_unwind(Box::new("a defect"));
     }));
     assert!(panicked.is_err());

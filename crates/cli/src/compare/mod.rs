@@ -12,11 +12,12 @@ use crate::accuracy::mean;
 use crate::checkpoint::{is_quantized, model, open, readable};
 use crate::counted::counted;
 use crate::error::CliError;
-use crate::fold::{Folded, fold_weights, natural};
+use crate::fold::{Folded, fold, fold_weights, natural};
+use crate::listed::file_ending;
 use crate::percent::Percent;
 use crate::print::{print, print_json};
 use crate::progress;
-use crate::table::{Column, table, width};
+use crate::table::{Column, table, width, wrapped};
 use report::{Relation, Report, Row};
 
 /// Compare the values of two checkpoints, whatever their formats and dialects; either may be dense.
@@ -40,10 +41,16 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "DIALECT", value_parser = readable())]
     from_b: Option<String>,
     /// Errors up to this, in percent, are no difference.
-    #[arg(long, value_name = "PERCENT", default_value_t = 0.0, value_parser = tolerance)]
+    #[arg(
+        long,
+        value_name = "PERCENT",
+        default_value_t = 0.0,
+        value_parser = tolerance,
+        allow_negative_numbers = true,
+    )]
     tolerance: f64,
     /// Write a page with plots, in one file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE.html", value_parser = html_file)]
     html: Option<PathBuf>,
     /// Print a line for every weight that differs. Otherwise names that differ in numbers alone are
     /// one line, with the mean and the largest error.
@@ -59,6 +66,10 @@ const EXIT_CODES: &str = "\
 Exit codes: 0 every weight is the same or within the tolerance; 1 a weight differs by more, is \
 missing in A or B, or cannot be compared (another shape, NaN); 2 the command or a file is wrong; \
 3 the machine failed.";
+
+fn html_file(name: &str) -> Result<PathBuf, String> {
+    file_ending(name, &["html", "htm"])
+}
 
 fn tolerance(text: &str) -> Result<f64, String> {
     match text.parse() {
@@ -314,19 +325,35 @@ fn summary(report: &Report, all: bool, width: Option<u16>) -> String {
         text.push_str(&format!("and {rest} with smaller errors; --all lists all\n"));
     }
     for (side, names) in [("A", &report.only_left), ("B", &report.only_right)] {
-        let shown = if all { names.len() } else { names.len().min(SHOWN) };
-        for name in &names[..shown] {
-            text.push_str(&format!("only in {side}: {name}\n"));
-        }
-        if names.len() > shown {
-            let rest = counted(names.len() - shown, "more weight");
-            text.push_str(&format!("and {rest} only in {side}; --all lists all\n"));
-        }
+        text.push_str(&only_in(side, names, all));
     }
-    text.push_str(&format!("{}\n", report.counts()));
-    if let Some(errors) = report.errors() {
-        text.push_str(&format!("{errors}\n"));
+    let (counts, errors) = (report.counts(), report.errors());
+    let lines = [Some(&counts), errors.as_ref(), Some(&report.verdict)];
+    for line in lines.into_iter().flatten().filter(|line| !line.is_empty()) {
+        text.push_str(&format!("{}\n", wrapped(line, width)));
     }
-    text.push_str(&report.verdict);
+    text
+}
+
+/// Lists the weights that one checkpoint has alone, a line for every pattern of names, or with
+/// `all` for every weight.
+fn only_in(side: &str, names: &[String], all: bool) -> String {
+    let folded = match all {
+        true => names.iter().enumerate().map(|(at, name)| Folded::alone(name, at)).collect(),
+        false => fold(names.iter().map(|name| (name.as_str(), ()))),
+    };
+    let shown = if all { folded.len() } else { folded.len().min(SHOWN) };
+    let mut text = String::new();
+    for one in &folded[..shown] {
+        text.push_str(&match one.members.len() {
+            1 => format!("only in {side}: {}\n", one.name),
+            count => format!("only in {side}: {count} x {}\n", one.name),
+        });
+    }
+    let rest: usize = folded[shown..].iter().map(|one| one.members.len()).sum();
+    if rest > 0 {
+        let rest = counted(rest, "more weight");
+        text.push_str(&format!("and {rest} only in {side}; --all lists all\n"));
+    }
     text
 }

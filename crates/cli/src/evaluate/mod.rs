@@ -5,6 +5,7 @@ mod plot;
 mod tensors;
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Instant;
 
 use burn_fp4_checkpoints::Container;
@@ -12,10 +13,11 @@ use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Gptq, Gram, Method, Metrics, SearchError, Statistics};
 
+use crate::checkpoint::missing;
 use crate::counted::counted;
 use crate::error::CliError;
 use crate::fold::natural;
-use crate::listed::methods;
+use crate::listed::{file_ending, methods, one_of};
 use crate::print::{note, print, print_json};
 use crate::progress;
 use crate::table::width;
@@ -40,7 +42,8 @@ pub(crate) struct Arguments {
     #[arg(
         long,
         value_delimiter = ',',
-        value_parser = parse_method,
+        value_parser = one_of::<Choice>(choices()),
+        hide_possible_values = true,
         help = METHODS,
         long_help = methods(METHODS),
     )]
@@ -53,19 +56,23 @@ pub(crate) struct Arguments {
     blocks: Vec<usize>,
     /// Dampings of GPTQ to try, separated by commas: multiples of the mean of the diagonal of
     /// `X^T X`, which are added to it.
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', allow_negative_numbers = true)]
     damping: Vec<f64>,
     /// Print a line for every weight. Otherwise names that differ in numbers alone are one line,
     /// with the means of their figures.
     #[arg(long)]
     all: bool,
     /// Draw the errors on the evaluation activations, after everything is printed.
-    #[arg(long, value_name = "FILE.svg")]
+    #[arg(long, value_name = "FILE.svg", value_parser = svg_file)]
     plot: Option<PathBuf>,
     /// Print a JSON array of objects instead of a table. A method that failed has an `error`
     /// instead of figures.
     #[arg(long)]
     json: bool,
+}
+
+fn svg_file(name: &str) -> Result<PathBuf, String> {
+    file_ending(name, &["svg"])
 }
 
 /// A method, or all of them.
@@ -79,10 +86,19 @@ enum Choice {
 const METHODS: &str = "Methods, separated by commas, or `all`, the default; methods with a star \
                        use the calibration activations";
 
-fn parse_method(name: &str) -> Result<Choice, SearchError> {
-    match name {
-        "all" => Ok(Choice::All),
-        name => name.parse().map(Choice::One),
+/// The names that `--methods` takes.
+fn choices() -> Vec<&'static str> {
+    ["all"].into_iter().chain(Method::NAMED.map(|row| row.name)).collect()
+}
+
+impl FromStr for Choice {
+    type Err = SearchError;
+
+    fn from_str(name: &str) -> Result<Self, SearchError> {
+        match name {
+            "all" => Ok(Self::All),
+            name => name.parse().map(Self::One),
+        }
     }
 }
 
@@ -213,7 +229,7 @@ fn layers(arguments: &Arguments) -> Result<Vec<Layer>, CliError> {
     if arguments.file.is_dir() {
         return Err(CliError::Folder { path: arguments.file.clone() });
     }
-    let file = Container::open(&arguments.file)?;
+    let file = Container::open(&arguments.file).map_err(|error| missing(&arguments.file, error))?;
     let mut names: Vec<String> = file.tensors().map(|tensor| tensor.name.into_owned()).collect();
     names.sort_by(|a, b| natural(a).cmp(&natural(b)));
     let weights: Vec<_> = names.iter().filter_map(|name| name.strip_suffix(".weight")).collect();

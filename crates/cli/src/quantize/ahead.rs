@@ -30,7 +30,7 @@ struct State {
 pub(super) struct Ends<'a>(pub(super) &'a Ahead);
 
 impl Ahead {
-    /// Says that a job of so many bytes is being read.
+    /// Says that a job of this number of bytes is being read.
     pub(super) fn passed(&self, bytes: u64) {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).read += bytes;
         self.changed.notify_all();

@@ -19,7 +19,7 @@ impl Budget {
         Self { free: Mutex::new(bytes), given_back: Condvar::new() }
     }
 
-    /// Waits until so many bytes are free, and takes them. They are not more than all there are.
+    /// Waits until the bytes are free, and takes them. They are not more than all there are.
     pub(super) fn take(&self, bytes: u64) -> Taken<'_> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         while *free < bytes {
@@ -31,7 +31,7 @@ impl Budget {
 }
 
 impl Taken<'_> {
-    /// Gives back all but so many bytes.
+    /// Gives back all but this number of bytes.
     pub(super) fn keep(&mut self, bytes: u64) {
         let less = self.bytes.saturating_sub(bytes);
         self.bytes -= less;

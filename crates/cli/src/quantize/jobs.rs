@@ -15,13 +15,13 @@ pub(super) struct Job {
     pub(super) how: Option<Fp4Scheme>,
     /// Bytes to read.
     pub(super) bytes: u64,
-    /// Bytes of memory: of one that is copied piece by piece, those of a piece.
+    /// Bytes of memory: of one that is copied piece by piece, the bytes of a piece.
     pub(super) memory: u64,
     /// Bytes that are still taken when it is quantized and not yet written.
     pub(super) made: u64,
 }
 
-/// The jobs in the order of the model. `schemes` are those of the selection's groups.
+/// The jobs in the order of the model. `schemes` belong to the selection's groups.
 pub(super) fn jobs(
     model: &Model<'_>,
     selection: &Selection,

@@ -43,12 +43,14 @@ use crate::accuracy::{Errors, SquaresAt};
 use crate::checkpoint::{GGUF, Input, model, not_copied, packable, target};
 use crate::convert::unconfirmed;
 use crate::error::CliError;
+use crate::finite::Copied;
 use crate::interrupt::Announced;
+use crate::page::time;
 use crate::print::{next, note, print, print_json, say, warn};
 use crate::progress;
 use crate::readers;
 use crate::size::Size;
-use crate::table::width;
+use crate::table::{width, wrapped};
 use ahead::{Ahead, Ends};
 use budget::Budget;
 use device::Device;
@@ -99,7 +101,7 @@ pub(crate) struct Arguments {
     device: Device,
     /// The most memory to use, such as 2GB, without what CUDA takes for itself. The default is
     /// twice what the largest group of weights takes with its statistics, and 256 MB.
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", allow_negative_numbers = true)]
     memory: Option<Size>,
     /// Print the plan for every weight, and stop. Names that differ in numbers alone are one line,
     /// and so are vectors.
@@ -122,7 +124,8 @@ Examples:
   fp4 quantize Qwen3-8B --dry-run
   fp4 quantize Qwen3-8B --out Qwen3-8B-NVFP4
   fp4 quantize Qwen3-8B --out Qwen3-8B-MXFP4 --format mxfp4 --keep '*.o_proj'
-  fp4 quantize model-f16.gguf --out nvfp4.gguf --method sse-weighted --calibration imatrix.gguf";
+  fp4 quantize model-f16.gguf --out nvfp4.gguf --method sse-weighted \\
+    --calibration imatrix.gguf";
 
 /// The remedy after a signal has ended a run.
 const RESUME: &str = "run the same command with --resume to go on";
@@ -130,7 +133,7 @@ const RESUME: &str = "run the same command with --resume to go on";
 /// Memory of the program without weights: code, headers, buffers, the stacks of threads.
 const OWN_MEMORY: u64 = 64 << 20;
 /// Memory that the default allows beyond the largest group twice.
-const ROOM: u64 = 256 << 20;
+const ROOM: u64 = 256_000_000;
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
@@ -183,6 +186,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         };
         let start = if arguments.resume { Start::Resume } else { Start::First };
         let output = planned.create(out, &task(&checkpoint, &resolved)?, start)?;
+        if arguments.resume && !(0..model.weights.len()).any(|at| output.is_done(at)) {
+            note("no earlier run has left weights to go on from; all are quantized");
+        }
         let todo = |job: &&Job| !job.weights.iter().all(|&at| output.is_done(at));
         let todo: Vec<&Job> = jobs.iter().filter(todo).collect();
         if arguments.resume {
@@ -191,6 +197,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let (all, left) = (bytes(jobs.iter()), bytes(todo.iter().copied()));
         let bar = progress::bytes(all, all - left);
         let announced = Announced::new(&bar, RESUME);
+        let copied = Copied::default();
         let work = Work {
             reader,
             model: &model,
@@ -201,10 +208,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             budget: &Budget::new(memory),
             ahead: &ahead,
             bar: &bar,
+            copied: &copied,
         };
         let (error, measured) = write(&work, output)?;
         drop(announced);
         error.into_iter().for_each(unconfirmed);
+        copied.warn(&model);
         let quantized: usize = selection.groups.iter().map(Vec::len).sum();
         let errors = Errors::new(&model, quantized - measured.len(), measured);
         finish(arguments.json, out, &report, errors)
@@ -216,7 +225,8 @@ fn print_plan(report: &Report, arguments: &Arguments) -> Result<(), CliError> {
     if arguments.json {
         return print_json(report);
     }
-    print(&format!("{}\n{}", report.table(arguments.all, width()), report.summary()))
+    let summary = wrapped(&report.summary(), width());
+    print(format!("{}\n{summary}", report.table(arguments.all, width())).trim_start())
 }
 
 /// Prints the warnings, and the plan that they ask to check if nothing else does.
@@ -290,8 +300,9 @@ fn finish(json: bool, out: &Path, report: &Report, errors: Errors) -> Result<(),
     if json {
         return print_json(&Done { plan: report, errors });
     }
-    let (path, summary, next) = (out.display(), report.summary(), next(out));
-    print(&format!("{path}: {summary}\n{}\n{next}", errors.summary()))
+    let made = format!("{}: {}", out.display(), report.summary());
+    let [made, errors] = [made, errors.summary()].map(|line| wrapped(&line, width()));
+    print(&format!("{made}\n{errors}\n{}", next(out)))
 }
 
 /// Report of a run as JSON: the plan and the errors.
@@ -398,7 +409,7 @@ fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, C
         let file = |source| CliError::File { path: path.clone(), source };
         let metadata = std::fs::metadata(&path).map_err(file)?;
         let modified = metadata.modified().map_err(file)?;
-        let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+        let modified = time(modified.duration_since(UNIX_EPOCH).unwrap_or_default());
         let (path, length) = (path.display(), metadata.len());
         task.push_str(&format!("; {path} of {length} bytes, modified at {modified}"));
     }

@@ -1,21 +1,19 @@
 //! The choices of a user, on the command line or in a recipe.
 
-use std::error::Error;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Matrices, Preset, Selection};
 use burn_fp4_checkpoints::{CheckpointError, Model, dialect};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, Recipe, RecipeError, RecipeWeights, ScaleRule};
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser};
 use serde::Serialize;
 
 use crate::checkpoint::{GGUF, is_gguf, packable};
 use crate::convert::UNKNOWN_NAMES;
 use crate::error::CliError;
-use crate::listed::{listed, methods};
+use crate::listed::{listed, methods, one_of};
 use crate::readers;
 
 // Choices, each of which may be left open. No documentation: clap would take it for that of the
@@ -94,14 +92,6 @@ fn presets() -> String {
 fn rule_name(rule: ScaleRule) -> PossibleValue {
     let row = rule.row();
     PossibleValue::new(row.name).aliases(row.former_name)
-}
-
-/// The names that there are of something, which the help lists.
-fn one_of<T>(names: impl Into<PossibleValuesParser>) -> impl TypedValueParser<Value = T>
-where
-    T: FromStr<Err: Into<Box<dyn Error + Send + Sync>>> + Clone + Send + Sync + 'static,
-{
-    names.into().try_map(|name| name.parse())
 }
 
 impl Options {

@@ -20,6 +20,7 @@ use super::jobs::Job;
 use super::matrix::{Floats, Quantized, Quantizer, read};
 use crate::accuracy::{Squares, SquaresAt};
 use crate::error::CliError;
+use crate::finite::Copied;
 
 /// The state that all threads share.
 pub(super) struct Work<'w, 'c> {
@@ -32,6 +33,8 @@ pub(super) struct Work<'w, 'c> {
     pub(super) budget: &'w Budget,
     pub(super) ahead: &'w Ahead,
     pub(super) bar: &'w ProgressBar,
+    /// What is not finite of the weights that stay as they are.
+    pub(super) copied: &'w Copied,
 }
 
 /// A job that is read, and will be quantized.
@@ -48,7 +51,7 @@ enum Made<'w, 'c> {
     Quantized { job: &'w Job, weights: Vec<Quantized>, taken: Taken<'w> },
     /// A weight that stays quantized as it was.
     Kept { job: &'w Job, weight: Box<Weight<'c>>, taken: Taken<'w> },
-    /// A part of one that stays as it is.
+    /// A part of one that is copied.
     Piece { piece: Piece<'w>, bytes: Vec<u8>, taken: Taken<'w> },
 }
 
@@ -141,6 +144,7 @@ fn read_kept<'w, 'c>(
         for piece in work.planned.pieces(at)? {
             let taken = work.budget.take(piece.len() as u64);
             let bytes = piece.read(&work.reader)?;
+            work.copied.look(work.model, at, &bytes);
             if to_write.send(Made::Piece { piece, bytes, taken }).is_err() {
                 return Ok(false);
             }

@@ -1,13 +1,13 @@
 //! The plan for every tensor and the size of the result, known from headers alone.
 
-use burn_fp4_checkpoints::selection::{Decision, Matrices, Reason, Selection, Warning};
+use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection, Warning};
 use burn_fp4_checkpoints::{Model, Planned};
 use serde::Serialize;
 
 use super::device::Device;
 use super::options::Settings;
 use crate::counted::counted;
-use crate::fold::{Folded, fold_weights, natural};
+use crate::fold::{Folded, fold_weights, natural, short, short_reason};
 use crate::size::Size;
 use crate::table::{Column, table};
 
@@ -50,14 +50,6 @@ impl Row {
     }
 }
 
-/// The module of a weight in the words in which it differs from another one.
-fn short<'n>(name: &'n str, other: &str) -> &'n str {
-    let module = name.strip_suffix(".weight").unwrap_or(name);
-    let parent = other.strip_suffix(".weight").unwrap_or(other).rsplit_once('.');
-    let within = |(parent, _): (&str, &str)| module.strip_prefix(parent)?.strip_prefix('.');
-    parent.and_then(within).unwrap_or(module)
-}
-
 impl Report {
     pub(super) fn new(
         settings: Settings,
@@ -72,15 +64,7 @@ impl Report {
             let (weight, target) = (&model.weights[at], &outline.weights[at]);
             let matrices = Matrices::of(model, weight);
             let [note, short] = match &selection.decisions[at] {
-                Decision::Keep(reason) => {
-                    let short = match reason {
-                        Reason::With(other) => {
-                            Reason::With(short(other, &weight.name).to_owned()).to_string()
-                        }
-                        other => other.to_string(),
-                    };
-                    [reason.to_string(), short]
-                }
+                Decision::Keep(reason) => [reason.to_string(), short_reason(reason, &weight.name)],
                 Decision::Quantize(group) => match &selection.groups[*group][..] {
                     [_] if matrices.transposed => {
                         ["stored as [inputs, outputs]"; 2].map(Into::into)
@@ -175,7 +159,7 @@ impl Report {
         vec![name, shape, first.to.clone(), Size(bytes).to_string(), first.short.clone()]
     }
 
-    /// The counts, the settings and the sizes, in a line.
+    /// The counts, the settings and the sizes, in a sentence.
     pub(super) fn summary(&self) -> String {
         let [before, after] = [self.bytes_before, self.bytes_after].map(Size);
         let (quantized, of) = (self.quantized, counted(self.weights.len(), "weight"));
@@ -191,10 +175,12 @@ impl Report {
                 format!(", {}", counts.collect::<Vec<_>>().join(", "))
             }
         };
-        let share = 100.0 * self.bytes_after as f64 / self.bytes_before.max(1) as f64;
+        let share = match self.bytes_before {
+            0 => String::new(),
+            all => format!(" ({:.0} %)", 100.0 * self.bytes_after as f64 / all as f64),
+        };
         format!(
-            "{quantized} of {of} quantized{formats} ({settings}{on}): {before} -> {after} \
-             ({share:.0} %)"
+            "{quantized} of {of} quantized{formats} ({settings}{on}): {before} -> {after}{share}"
         )
     }
 

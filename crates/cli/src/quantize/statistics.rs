@@ -60,7 +60,7 @@ impl StatisticsFile {
         )))
     }
 
-    /// Checks, by headers alone, that a weight of so many matrices and columns has statistics that
+    /// Checks, by headers alone, that a weight of these matrices and columns has statistics that
     /// a method can use.
     pub(super) fn check(
         &self,
@@ -106,13 +106,13 @@ impl StatisticsFile {
         self.imatrix || (found.len() == stacked * cols && found.shape.len() <= 2)
     }
 
-    /// Bytes of memory that the statistics of a matrix with so many columns take.
+    /// Bytes of memory that the statistics of a matrix with `cols` columns take.
     pub(super) fn memory(&self, weight: &str, [stacked, cols]: [usize; 2], method: Method) -> u64 {
         let Some(found) = self.find(weight).filter(|_| method.row().calibrated) else { return 0 };
         let cols = cols as u64;
         let values = match self.moments(&found, stacked, cols as usize) {
             true => 8 * cols,
-            // Those of the file in f64, and the half that a Gram matrix keeps.
+            // The numbers of the file in f64, and the half that a Gram matrix keeps.
             false => 12 * cols * cols,
         };
         values + PIECE as u64
@@ -141,7 +141,7 @@ impl StatisticsFile {
         Ok(Known::Gram(gram.map_err(|source| self.blame(weight, source))?))
     }
 
-    /// So many of a tensor's numbers, which were checked to be f32 and as many as are asked for.
+    /// Some of a tensor's numbers, which were checked to be f32 and as many as are asked for.
     fn slice<T>(
         &self,
         tensor: &Tensor<'_>,

@@ -203,7 +203,7 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
         for pass in passes {
             let of_pass = &pass.recording.inputs[at];
             pass.advance(of_pass.at);
-            let parts = of_pass.cut(pass.rerun.matrix(&of_pass.tensor));
+            let parts = of_pass.cut(pass.interpreter.matrix(&of_pass.tensor));
             for (sum, part) in sums.iter_mut().zip(parts) {
                 sum.add(part).map_err(named)?;
             }

@@ -18,7 +18,7 @@ use super::values::Values;
 /// A forward pass under way.
 pub(crate) struct Execution<'a> {
     pub(crate) recording: &'a Recording,
-    pub(crate) rerun: Interpreter,
+    pub(crate) interpreter: Interpreter,
     next: usize,
 }
 
@@ -33,31 +33,31 @@ impl<'a> Execution<'a> {
     ) -> Result<Self, Fp4Error> {
         let parameters = &recording.parameters;
         let mut insert =
-            InsertParameters { parameters, rerun: Interpreter::on(device)?, error: None };
+            InsertParameters { parameters, interpreter: Interpreter::on(device)?, error: None };
         visit_parameters(model, &mut insert);
         if let Some(error) = insert.error {
             return Err(error);
         }
-        let mut rerun = insert.rerun;
+        let mut interpreter = insert.interpreter;
         for (id, &number) in &recording.values {
             let value = values.get(number);
             if value.is_shared() {
                 let (shape, dtype) = (value.data.shape().clone(), value.data.dtype());
                 let constant = TensorIr::uninit(TensorId::new(number as u64), shape, dtype);
-                rerun.share(*id, constants, &constant)?;
+                interpreter.share(*id, constants, &constant)?;
             } else {
-                rerun.insert_data(*id, value.data.clone());
+                interpreter.insert_data(*id, value.data.clone());
             }
         }
-        Ok(Self { recording, rerun, next: 0 })
+        Ok(Self { recording, interpreter, next: 0 })
     }
 
     /// Runs all operations before one.
     pub(crate) fn advance(&mut self, to: usize) {
         while self.next < to {
-            self.rerun.run(&self.recording.operations[self.next]);
+            self.interpreter.run(&self.recording.operations[self.next]);
             for tensor in &self.recording.forgotten[self.next] {
-                self.rerun.forget(tensor);
+                self.interpreter.forget(tensor);
             }
             self.next += 1;
         }
@@ -83,11 +83,11 @@ impl<'a> Execution<'a> {
         let Some(RecordedParameter { id, views, .. }) = recording.parameters.get(path) else {
             return Ok(());
         };
-        weight.insert(&mut self.rerun, *id).map_err(|problem| Fp4Error::at(path, problem))?;
+        weight.insert(&mut self.interpreter, *id).map_err(|problem| Fp4Error::at(path, problem))?;
         // Views that nothing reads any more are not made anew.
         let next = self.next;
         for (view, _) in views.iter().filter(|(view, until)| *view < next && *until >= next) {
-            self.rerun.run(&recording.operations[*view]);
+            self.interpreter.run(&recording.operations[*view]);
         }
         Ok(())
     }
@@ -96,7 +96,7 @@ impl<'a> Execution<'a> {
 /// Gives the operations the parameters of a module.
 struct InsertParameters<'a> {
     parameters: &'a BTreeMap<String, RecordedParameter>,
-    rerun: Interpreter,
+    interpreter: Interpreter,
     error: Option<Fp4Error>,
 }
 
@@ -104,7 +104,7 @@ impl VisitParameters for InsertParameters<'_> {
     fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
         let path = path.join();
         if let Some(recorded) = self.parameters.get(&path)
-            && let Err(problem) = self.rerun.insert(recorded.id, param.val())
+            && let Err(problem) = self.interpreter.insert(recorded.id, param.val())
         {
             self.error.get_or_insert(Fp4Error::at(path, problem));
         }

@@ -1,6 +1,6 @@
 //! [`Replay`]: a forward pass captured once and replayed, without launching anything from the host.
 //!
-//! | module       | contents                                                               |
+//! | module       | what it holds                                                          |
 //! |--------------|------------------------------------------------------------------------|
 //! | `tensors.rs` | [`ReplayTensors`]: what goes into a replay and comes out of it         |
 //! | `weights.rs` | the tensors of a model that a capture reads                          |

@@ -1,6 +1,6 @@
 //! Devices: the operations of a backend, and a file for each device with code of its own.
 //!
-//! | file                     | contents                                                          |
+//! | file                     | what it holds                                                     |
 //! |--------------------------|-------------------------------------------------------------------|
 //! | `extension.rs`           | [`Fp4Backend`](crate::Fp4Backend), and the list of devices        |
 //! | `host.rs`                | the host engine, for devices in host memory                       |

@@ -12,7 +12,7 @@
 //!
 //! If a plan refuses the product, or a dense product is faster, the operations run one by one.
 //!
-//! | file         | contents                                                                     |
+//! | file         | what it holds                                                                |
 //! |--------------|------------------------------------------------------------------------------|
 //! | `mod.rs`     | the fuser, and its registration                                              |
 //! | `pattern.rs` | the operations that are fused                                                |

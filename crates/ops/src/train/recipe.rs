@@ -10,10 +10,10 @@ use crate::error::OpsError;
 ///
 /// With an input `x [M, K]`, a weight `w [K, N]` and the gradient `g [M, N]` of the output:
 ///
-/// | product                | contracted | quantized along it                          |
-/// |------------------------|------------|---------------------------------------------|
-/// | output `x w`           | K          | activations, weights                        |
-/// | gradient of x, `g w^T` | N          | gradients drawn, weights                    |
+/// | product                | contracted | quantized along it                           |
+/// |------------------------|------------|----------------------------------------------|
+/// | output `x w`           | K          | activations, weights                         |
+/// | gradient of x, `g w^T` | N          | gradients drawn, weights                     |
 /// | gradient of w, `x^T g` | M          | activations and gradients drawn, transformed |
 ///
 /// Quantized operands are `element x block scale`. Products are summed up in f32 and multiplied by

@@ -21,8 +21,8 @@ impl<const B: usize> BlockBatch<B> {
         n: usize,
     ) -> Solutions<B> {
         let steps: [f32; B] = core::array::from_fn(|i| {
-            let curvature = hessian.at(i, i);
-            if curvature > 0.0 { 1.0 / curvature } else { 0.0 }
+            let diagonal = hessian.at(i, i);
+            if diagonal > 0.0 { 1.0 / diagonal } else { 0.0 }
         });
         let mut descent = Descent::new::<FORMAT>(self, hessian, n);
         let mut elements = [[0.0; BATCH]; B];
@@ -103,9 +103,9 @@ fn sweep<const B: usize>(
     let mut gradient = [[0.0; BATCH]; B];
     for i in 0..B {
         for j in 0..B {
-            let curvature = hessian.at(i, j);
+            let entry = hessian.at(i, j);
             for block in 0..BATCH {
-                gradient[i][block] = curvature.mul_add(errors[j][block], gradient[i][block]);
+                gradient[i][block] = entry.mul_add(errors[j][block], gradient[i][block]);
             }
         }
     }
@@ -122,9 +122,9 @@ fn sweep<const B: usize>(
                 elements[i][block] = next;
             }
             for k in 0..B {
-                let curvature = -hessian.at(k, i);
+                let entry = -hessian.at(k, i);
                 for block in 0..BATCH {
-                    gradient[k][block] = curvature.mul_add(changes[block], gradient[k][block]);
+                    gradient[k][block] = entry.mul_add(changes[block], gradient[k][block]);
                 }
             }
         }

@@ -154,8 +154,8 @@ impl<'a> Rounded<'a> {
             }
             let rest = group + width;
             if rest < cols {
-                let spread = Spread { matrix: factor, n: cols, from: group, width };
-                spread.subtract(&mut self.weights, rest..cols, &errors);
+                let propagation = Propagation { matrix: factor, n: cols, from: group, width };
+                propagation.subtract(&mut self.weights, rest..cols, &errors);
             }
         }
         Ok(())
@@ -222,11 +222,12 @@ impl<'a> Rounded<'a> {
                     let code = scheme.rule.code(weight, scale, multiplier);
                     let element = E2M1.decode(code);
                     elements[channel] = element;
-                    let spread = &factor[channel * cols..][..cols];
-                    let error = (weight - element * value) / spread[channel];
+                    let factor_row = &factor[channel * cols..][..cols];
+                    let error = (weight - element * value) / factor_row[channel];
                     errors[channel - group] = error;
                     let rest = channel + 1..group + width;
-                    for (weight, &share) in weights[rest.clone()].iter_mut().zip(&spread[rest]) {
+                    for (weight, &share) in weights[rest.clone()].iter_mut().zip(&factor_row[rest])
+                    {
                         *weight -= error * share;
                     }
                 }
@@ -287,12 +288,13 @@ impl<'a> Rounded<'a> {
                     changes[block - group..][..size].copy_from_slice(of_block);
                 }
                 // Within the group at once, beyond it together.
-                let spread = Spread { matrix: hessian, n: cols, from: block, width: size };
-                spread.subtract(residuals, group..group + width, &of_block);
+                let propagation =
+                    Propagation { matrix: hessian, n: cols, from: block, width: size };
+                propagation.subtract(residuals, group..group + width, &of_block);
             }
-            let spread = Spread { matrix: hessian, n: cols, from: group, width };
-            spread.subtract(residuals, 0..group, &changes);
-            spread.subtract(residuals, group + width..cols, &changes);
+            let propagation = Propagation { matrix: hessian, n: cols, from: group, width };
+            propagation.subtract(residuals, 0..group, &changes);
+            propagation.subtract(residuals, group + width..cols, &changes);
         }
         Ok(())
     }
@@ -414,14 +416,14 @@ impl<'a> Rounded<'a> {
 
 /// Borrows `width` rows of a square matrix `[n, n]`, starting at `from`: they propagate the steps
 /// of as many channels to the others.
-struct Spread<'a> {
+struct Propagation<'a> {
     matrix: &'a [f32],
     n: usize,
     from: usize,
     width: usize,
 }
 
-impl Spread<'_> {
+impl Propagation<'_> {
     /// Subtracts the product of the first `width` columns of `steps` and these rows from some
     /// columns of `target [rows, n]`.
     fn subtract(&self, target: &mut [f32], cols: core::ops::Range<usize>, steps: &[f32]) {

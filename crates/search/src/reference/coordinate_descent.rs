@@ -51,8 +51,8 @@ fn descend(
     for _ in 0..Method::SWEEPS {
         let mut changed = false;
         for i in 0..n {
-            let curvature = hessian.at(i, i);
-            let step = if curvature > 0.0 { 1.0 / curvature } else { 0.0 };
+            let diagonal = hessian.at(i, i);
+            let step = if diagonal > 0.0 { 1.0 / diagonal } else { 0.0 };
             let target = gradient[i].mul_add(step, values[i] * value);
             let next = E2M1.decode(E2M1.encode(target * reciprocal));
             // Exact: a multiple of half the scale, with few bits.

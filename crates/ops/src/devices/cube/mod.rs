@@ -1,6 +1,6 @@
 //! Burn's Cube devices: kernels on CUDA and on CubeCL's CPU runtime, tensor operations on others.
 //!
-//! | file               | contents                                                               |
+//! | file               | what it holds                                                          |
 //! |--------------------|------------------------------------------------------------------------|
 //! | `mod.rs`           | [`Fp4Backend`] of Cube devices                                         |
 //! | `matmul.rs`        | products straight from the codes                                       |

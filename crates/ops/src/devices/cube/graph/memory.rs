@@ -77,7 +77,7 @@ pub(super) fn register(device: &CubeDevice, tensors: Vec<CubeTensor>) -> Vec<Dis
     let outputs: Vec<_> = (tensors.iter())
         .map(|(id, tensor)| TensorIr::uninit(*id, tensor.shape(), tensor.dtype))
         .collect();
-    let repr = OperationIr::Custom(CustomOpIr::new("fp4_give", &[], &outputs));
+    let repr = OperationIr::Custom(CustomOpIr::new("fp4_register", &[], &outputs));
     let operation = Register { tensors: Mutex::new(tensors) };
     let tensors = client.register(StreamId::current(), repr, operation);
     tensors.into_iter().map(dispatch_tensor).collect()

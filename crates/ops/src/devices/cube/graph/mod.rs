@@ -11,7 +11,7 @@
 //! voids a capture as soon as anything waits for it, or any other wait begins. So a capture reads
 //! only memory of its own stream.
 //!
-//! | file         | contents                                                                     |
+//! | file         | what it holds                                                                |
 //! |--------------|------------------------------------------------------------------------------|
 //! | `replay.rs`  | [`CapturedGraph`]: captures a pass and replays it                            |
 //! | `capture.rs` | the runs of a pass before the capture, and the capture                       |

@@ -551,13 +551,18 @@ mod tests {
         Instructions::ALL.iter().copied().filter(|instructions| instructions.is_available())
     }
 
-    /// Includes last chunks, panels and groups of rows that are not whole.
+    /// Includes last chunks, panels and groups of rows that are not whole, and several steps.
     #[test]
     fn products_have_the_bits_of_the_reference_with_every_instruction_set() {
         for format in Fp4Format::ALL {
-            for (block_size, channels, outputs) in
-                [(16, 16, 1), (16, 128, 17), (16, 592, 37), (32, 32, 3), (32, 416, 50)]
-            {
+            for (block_size, channels, outputs) in [
+                (16, 16, 1),
+                (16, 128, 17),
+                (16, 592, 37),
+                (16, 1168, 17),
+                (32, 32, 3),
+                (32, 1184, 50),
+            ] {
                 let mut packed = weight(format, block_size, [outputs, channels]);
                 for not_plain in [false, true] {
                     if not_plain {

@@ -11,7 +11,8 @@ use super::decode::{prefetch, prefetch_distance};
 use super::dequantize::PackedView;
 use super::element::HostElement;
 use super::int8_input::{CHUNK, Chunk, Int8Input, LANES};
-use super::int8_lanes::{Instructions, LaneWork, Lanes};
+use super::int8_instructions::Instructions;
+use super::int8_lanes::{LaneWork, Lanes};
 use super::panels::{self, PANEL};
 use super::scale_grid::scale_values;
 

@@ -4,9 +4,9 @@
 ///
 /// Elements are multiples of 1/2, so that products of their codes with 8-bit integers are exact.
 /// [`Int8`](Self::Int8) uses the processor's instructions for them. It changes outputs by 0.5 % if
-/// the inputs are normal, and by about 1 % if some channels are 50 times as large as the others. The
-/// rounding of a normal weight changes them by 9.5 % (NVFP4) or 11.5 % (MXFP4); both together by
-/// 0.01 to 0.07 % more.
+/// the inputs are normal, and by about 1 % if some channels are 50 times as large as the others.
+/// The rounding of a normal weight changes them by 9.5 % (NVFP4) or 11.5 % (MXFP4); both together
+/// by 0.01 to 0.07 % more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Activations {
     /// Multiplies in f32.

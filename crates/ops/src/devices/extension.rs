@@ -116,8 +116,8 @@ pub trait Fp4Backend: Backend {
         Self::float_matmul(input, Self::fp4_dequantize(weight, layout, dtype))
     }
 
-    /// [`fp4_matmul`](Self::fp4_matmul) with [`Activations::Int8`](burn_fp4_search::Activations), on
-    /// devices in host memory. Others multiply as `fp4_matmul` does.
+    /// [`fp4_matmul`](Self::fp4_matmul) with [`Activations::Int8`](burn_fp4_search::Activations),
+    /// on devices in host memory. Others multiply as `fp4_matmul` does.
     #[fusion(default)]
     fn fp4_int8_matmul(
         input: FloatTensor<Self>,

@@ -1,18 +1,8 @@
 //! [`Lanes`]: sixteen sums of products of bytes, with the instructions of the processor.
 
-use std::sync::OnceLock;
-
 use burn_fp4_formats::Fp4Format;
-use pulp::Arch;
 
-use super::arch::arch;
-#[cfg(target_arch = "x86_64")]
-use super::arch::is_named;
 use super::int8_input::LANES;
-#[cfg(target_arch = "aarch64")]
-use super::int8_neon::Neon;
-#[cfg(target_arch = "x86_64")]
-use super::int8_x86::{Avx2, Avx512};
 use super::scale_grid::scale_values;
 
 /// The instructions of a processor for 16 lanes, of 4 bytes, an i32 or an f32 each.
@@ -188,89 +178,4 @@ impl Lanes for Generic {
         let values = scale_values(Fp4Format::MxFp4);
         codes.map(|code| values[usize::from(code)])
     }
-}
-
-/// An instruction set for products of bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Instructions {
-    Generic,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "x86_64")]
-    AvxVnni,
-    #[cfg(target_arch = "x86_64")]
-    Avx512Vnni,
-    #[cfg(target_arch = "aarch64")]
-    Neon,
-    #[cfg(target_arch = "aarch64")]
-    NeonDot,
-}
-
-impl Instructions {
-    /// All of this architecture, the best last.
-    pub(super) const ALL: &[Self] = &[
-        Self::Generic,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx2,
-        #[cfg(target_arch = "x86_64")]
-        Self::AvxVnni,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx512Vnni,
-        #[cfg(target_arch = "aarch64")]
-        Self::Neon,
-        #[cfg(target_arch = "aarch64")]
-        Self::NeonDot,
-    ];
-
-    /// Returns the best of the processor, or of the set that `BURN_FP4_SIMD` names: `avx2` has
-    /// none of VNNI.
-    pub(super) fn best() -> Self {
-        static BEST: OnceLock<Instructions> = OnceLock::new();
-        *BEST.get_or_init(|| {
-            let allowed = |instructions: &&Self| match arch() {
-                Arch::Scalar => **instructions == Self::Generic,
-                #[cfg(target_arch = "x86_64")]
-                Arch::V3(_) => {
-                    **instructions == Self::Avx2 || !is_named() && **instructions == Self::AvxVnni
-                }
-                _ => true,
-            };
-            let runs = |instructions: &&Self| allowed(instructions) && instructions.is_available();
-            *Self::ALL.iter().rev().find(runs).expect("every processor has the first")
-        })
-    }
-
-    /// Returns true if the processor has the instructions.
-    pub(super) fn is_available(self) -> bool {
-        self.run(Nothing)
-    }
-
-    /// Runs work. Returns false if the processor lacks the instructions.
-    pub(super) fn run<W: LaneWork>(self, work: W) -> bool {
-        fn run<L: Lanes, W: LaneWork>(lanes: Option<L>, work: W) -> bool {
-            let Some(lanes) = lanes else { return false };
-            lanes.run(work);
-            true
-        }
-        match self {
-            Self::Generic => run(Some(Generic), work),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => run(Avx2::<false>::detect(), work),
-            #[cfg(target_arch = "x86_64")]
-            Self::AvxVnni => run(Avx2::<true>::detect(), work),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Vnni => run(Avx512::detect(), work),
-            #[cfg(target_arch = "aarch64")]
-            Self::Neon => run(Neon::<false>::detect(), work),
-            #[cfg(target_arch = "aarch64")]
-            Self::NeonDot => run(Neon::<true>::detect(), work),
-        }
-    }
-}
-
-/// Work that does nothing, to find out if a processor has instructions.
-struct Nothing;
-
-impl LaneWork for Nothing {
-    fn run<L: Lanes>(self, _: L) {}
 }

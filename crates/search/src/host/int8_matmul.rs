@@ -11,7 +11,8 @@ use super::decode::{prefetch, prefetch_distance};
 use super::dequantize::PackedView;
 use super::element::HostElement;
 use super::int8_input::{CHUNK, Chunk, Int8Input, LANES};
-use super::int8_lanes::{Instructions, LaneWork, Lanes};
+use super::int8_instructions::Instructions;
+use super::int8_lanes::{LaneWork, Lanes};
 use super::panels::{self, PANEL};
 use super::scale_grid::scale_values;
 
@@ -551,13 +552,18 @@ mod tests {
         Instructions::ALL.iter().copied().filter(|instructions| instructions.is_available())
     }
 
-    /// Includes last chunks, panels and groups of rows that are not whole.
+    /// Includes last chunks, panels and groups of rows that are not whole, and several steps.
     #[test]
     fn products_have_the_bits_of_the_reference_with_every_instruction_set() {
         for format in Fp4Format::ALL {
-            for (block_size, channels, outputs) in
-                [(16, 16, 1), (16, 128, 17), (16, 592, 37), (32, 32, 3), (32, 416, 50)]
-            {
+            for (block_size, channels, outputs) in [
+                (16, 16, 1),
+                (16, 128, 17),
+                (16, 592, 37),
+                (16, 1168, 17),
+                (32, 32, 3),
+                (32, 1184, 50),
+            ] {
                 let mut packed = weight(format, block_size, [outputs, channels]);
                 for not_plain in [false, true] {
                     if not_plain {

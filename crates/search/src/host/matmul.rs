@@ -10,7 +10,7 @@ use super::arch::{arch, is_worth_threads};
 use super::decode::{GROUP, PackedRow, prefetch, prefetch_distance};
 use super::dequantize::PackedView;
 use super::element::HostElement;
-use super::int8_lanes::Instructions;
+use super::int8_instructions::Instructions;
 use super::int8_matmul::int8_matmul;
 use super::panels::{self, PANEL};
 use super::view::View;

@@ -23,7 +23,9 @@
 //! | `panels.rs`              | their products, while they are computed                     |
 //! | `int8_matmul.rs`         | the same with inputs rounded to 8-bit integers              |
 //! | `int8_input.rs`          | such an input                                               |
-//! | `int8_lanes.rs`, `int8_x86.rs`, `int8_neon.rs` | instructions for products of bytes    |
+//! | `int8_lanes.rs`          | sums of products of bytes                                   |
+//! | `int8_x86.rs`, `int8_neon.rs` | the same with the instructions of a processor          |
+//! | `int8_instructions.rs`   | the choice of these instructions                            |
 //! | `hadamard.rs`            | the Hadamard transform                                      |
 //! | `decoder/`               | a decoder besides its quantized products                    |
 //! | `int8_weight.rs`         | matrices of signed bytes, for output layers                 |
@@ -46,6 +48,7 @@ mod gptq;
 mod hadamard;
 mod hessian;
 mod int8_input;
+mod int8_instructions;
 mod int8_lanes;
 mod int8_matmul;
 #[cfg(target_arch = "aarch64")]

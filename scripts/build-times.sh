@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measures what README says about builds, on an idle machine: a new crate with the lines of README,
 # in debug, in debug with optimized dependencies, and in release; then README's two commands. Every
-# build begins with an empty target folder; dependencies are downloaded before. Takes most of an hour
-# on two cores. Prints rows for docs/benchmarks: profiles.json, build.json.
+# build begins with an empty target folder; dependencies are downloaded before. Takes most of an
+# hour on two cores. Prints rows for docs/benchmarks: profiles.json, build.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)

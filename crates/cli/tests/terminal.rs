@@ -336,6 +336,10 @@ fn a_page_of_a_comparison_says_a_sentence_and_keeps_to_what_is_quantized() {
     let version = format!("<footer>fp4 {}, 20", env!("CARGO_PKG_VERSION"));
     assert!(page.contains(&version) && page.contains("<line "), "{page}");
     let (_, bars) = page.split_once("<h2>Largest errors of quantized weights").expect("bars");
+    // Short names leave their room to the bars.
+    let (_, begin) = bars.split_once("<rect x=\"").expect("a bar");
+    let begin: f64 = begin.split('"').next().and_then(|x| x.parse().ok()).expect("a number");
+    assert!((100.0..300.0).contains(&begin), "{begin}");
     let (bars, _) = bars.split_once("<h2>").expect("what follows");
     assert!(bars.contains("q_proj") && !bars.contains("norm") && !bars.contains("lm_head"));
 }

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
+use burn_fp4_policy::Preset;
 use serde::Serialize;
 
-use super::preset::Preset;
 use crate::architecture::{Architecture, stated};
 use crate::weight::Model;
 

@@ -81,7 +81,7 @@ impl Report {
                     };
                     [reason.to_string(), short]
                 }
-                Decision::Quantize(group) => match &selection.groups[*group][..] {
+                Decision::Quantize { group, .. } => match &selection.groups[*group][..] {
                     [_] if matrices.transposed => {
                         ["stored as [inputs, outputs]"; 2].map(Into::into)
                     }
@@ -106,7 +106,7 @@ impl Report {
                 short,
                 unmet: match &selection.decisions[at] {
                     Decision::Keep(reason) => reason.is_unmet(),
-                    Decision::Quantize(_) => false,
+                    Decision::Quantize { .. } => false,
                 },
                 bytes_before: weight.bytes() as u64,
                 bytes_after: after[at],
@@ -215,7 +215,7 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use burn_fp4_checkpoints::{Dtype, Tensor, Value, Weight, WriteOptions};
-    use burn_fp4_search::Recipe;
+    use burn_fp4_policy::Recipe;
 
     use super::super::options::ResolvedOptions;
     use super::*;
@@ -229,9 +229,9 @@ mod tests {
         let weights = names.iter().map(weight).collect();
         let model = Model { weights, ..Model::default() };
         let resolved = ResolvedOptions::of(Recipe::default(), None, &model, None).expect("choices");
-        let selection = Selection::of(&model, &resolved.choice).expect("a selection");
+        let selection = Selection::of(&model, &resolved.policy).expect("a selection");
         let outline = selection.outline(&model);
-        let planned = outline.plan(&resolved.choice.dialect, &WriteOptions::default());
+        let planned = outline.plan(resolved.dialect(), &WriteOptions::default());
         let planned = planned.expect("a plan");
         Report::new(resolved.settings(), Device::Flex, &model, &outline, &selection, &planned)
     }

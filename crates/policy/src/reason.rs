@@ -1,7 +1,5 @@
 //! Reasons for which a weight is kept.
 
-use crate::dialect;
-
 /// A reason for which a weight is kept.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
@@ -75,24 +73,9 @@ impl Reason {
         }
     }
 
-    /// Names the choice that makes the weight quantized.
-    pub(super) fn remedy(&self) -> String {
-        match self {
-            Self::Transposed(_) => {
-                let turns = |name: &&str| dialect::writer(name).is_ok_and(|(_, by)| by.turns());
-                let names: Vec<_> = dialect::written().into_iter().filter(turns).collect();
-                format!("write the dialect {}, or force weights by their names", names.join(" or "))
-            }
-            Self::Columns { .. } => "choose another format or dialect".to_owned(),
-            Self::CannotHold { .. } => "choose another dialect".to_owned(),
-            Self::NoMatrix | Self::Dtype(_) => "choose a model with matrices of floats".to_owned(),
-            _ => "choose other weights, or keep fewer".to_owned(),
-        }
-    }
-
-    /// How close the weight came to being quantized, as the place in a line: first is what is
-    /// asked for and does not fit, last is what no one would quantize.
-    pub(super) fn place(&self) -> usize {
+    /// Returns how far the weight is from being quantized: 0 for a weight that is asked for and
+    /// does not fit, the largest number for one that nobody would quantize.
+    pub fn place(&self) -> usize {
         match self {
             Self::Columns { .. } | Self::Smoothed => 0,
             Self::Transposed(_) | Self::CannotHold { .. } => 0,

@@ -121,9 +121,11 @@ fn weights_are_selected_by_pattern_container_and_layer() {
     let excluded = Reason::Excluded { pattern: "layers.2.*".to_owned() };
     assert_eq!(*reason(&report, "layers.2.weight"), excluded);
 
-    // `*` stays within a component, `**` does not.
-    let (paths, _) = select(Fp4Config::nvfp4().exclude("*.weight"));
-    assert_eq!(paths.len(), 4, "only the head is excluded: {paths:?}");
+    // `*` crosses dots, and the name of a layer is one of its weight too.
+    for (pattern, left) in [("layers*", 1), ("*.2.weight", 4), ("**.head.*", 4), ("head", 4)] {
+        let (paths, _) = select(Fp4Config::nvfp4().exclude(pattern));
+        assert_eq!(paths.len(), left, "{pattern}: {paths:?}");
+    }
 
     let (paths, report) = select(Fp4Config::nvfp4().keep_first(1).keep_last(2));
     assert_eq!(paths, ["layers.1.weight", "head.weight"]);
@@ -137,8 +139,9 @@ fn weights_are_selected_by_pattern_container_and_layer() {
 
     let nothing = Net::new(&device).quantize_fp4(&Fp4Config::nvfp4().include("nothing"));
     assert!(matches!(nothing, Err(Fp4Error::NothingSelected(_))));
-    let broken = Net::new(&device).quantize_fp4(&Fp4Config::nvfp4().include("[a"));
-    assert!(matches!(broken, Err(Fp4Error::Pattern { pattern, .. }) if pattern == "[a"));
+    let broken = Net::new(&device).quantize_fp4(&Fp4Config::nvfp4().include("re:(a"));
+    assert!(matches!(&broken, Err(Fp4Error::Pattern(_))), "{broken:?}");
+    assert!(broken.unwrap_err().to_string().starts_with("pattern `re:(a`: "));
 }
 
 #[test]

@@ -403,7 +403,7 @@ fn errors_name_axis_remedy_and_cause_once() {
     let lost = Fp4Error::from(OpsError::Device("lost".to_owned()));
     assert!(matches!(&lost, Fp4Error::Device { problem } if problem == "lost"), "{lost:?}");
     assert_eq!(lost.to_string().matches("lost").count(), 1, "{lost}");
-    let error = two_layers(&device).quantize_fp4(&Fp4Config::nvfp4().include("[a")).unwrap_err();
+    let error = two_layers(&device).quantize_fp4(&Fp4Config::nvfp4().include("re:(a")).unwrap_err();
     assert!(error.source().is_none(), "{error}");
 }
 

@@ -44,7 +44,7 @@ pub use burn_fp4_modules::{
     Fp4TrainLinear, GroupSensitivity, Indivisible, LoadCheckpoint, LoadReport, Loaded, LoadedFrom,
     LoadedParameter, Method, Mismatch, Outcome, Override, PackedWeight, ParameterReport, Reason,
     Recipe, RecipeError, RecipeFormat, RecipeWeights, Replay, ReplayError, ReplayParts,
-    ReplayTensors, Sensitivity, SquaredError, Unused, WriteReport, checkpoints, ops,
+    ReplayTensors, Sensitivity, SquaredError, Unused, WriteReport, checkpoints, ops, policy,
 };
 pub use ops::init;
 pub use ops::search::formats;

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use burn_fp4_formats::FormatError;
+use burn_fp4_policy::PolicyError;
 
 /// Why a checkpoint cannot be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -254,31 +255,9 @@ pub enum CheckpointError {
         /// Its format.
         format: String,
     },
-    /// A pattern of a user matches nothing.
-    #[error(
-        "`{list}` pattern `{pattern}` matches none of {}{}",
-        counted(*.tensors), hint(.nearest, .first)
-    )]
-    NoMatch {
-        /// Which list it is of.
-        list: &'static str,
-        /// The pattern.
-        pattern: String,
-        /// How many tensors there are.
-        tensors: usize,
-        /// The name of the first.
-        first: String,
-        /// A pattern that is spelt much like it and matches some.
-        nearest: Option<String>,
-    },
-    /// A pattern of an ignore list is not understood.
-    #[error("pattern `{pattern}`: {}", reason(.source))]
-    Pattern {
-        /// The pattern as the file has it.
-        pattern: String,
-        /// Why.
-        source: Box<regex::Error>,
-    },
+    /// There is no decision about the weights.
+    #[error(transparent)]
+    Policy(#[from] PolicyError),
 }
 
 /// The problem of a tensor.
@@ -442,21 +421,6 @@ fn converts(files: &Path) -> String {
         // A shell that is handed the name reads nothing in it.
         files.display().to_string().replace('\'', r"'\''")
     )
-}
-
-/// Suggests a name for a pattern that matches nothing.
-fn hint(nearest: &Option<String>, first: &str) -> String {
-    match nearest {
-        Some(nearest) => format!("; did you mean `{nearest}`?"),
-        None => format!(", such as `{first}`; name some of them, or leave it out"),
-    }
-}
-
-/// Why an expression is none, in a line: the lines before the last repeat it.
-fn reason(error: &regex::Error) -> String {
-    let text = error.to_string();
-    let last = text.lines().last().unwrap_or_default().trim();
-    last.strip_prefix("error: ").unwrap_or(last).to_owned()
 }
 
 impl CheckpointError {

@@ -54,7 +54,6 @@
 //! | `stacked.rs`    | [`Fp4Weight::split`] and [`Fp4Weight::join`]: experts                      |
 //! | `fp8.rs`        | [`Fp8Weight`], and its values                                              |
 //! | `dialect/`      | [`Dialect`], one file for each, and [`DIALECTS`]                           |
-//! | `patterns.rs`   | [`Pattern`]: lists of modules in everyone's syntax                         |
 //! | `checkpoint.rs` | [`Checkpoint`]: a container in its dialect                                 |
 //! | `cast.rs`       | [`cast`](cast::cast): NVFP4 to MXFP4 and back                              |
 //! | `write.rs`      | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
@@ -80,7 +79,6 @@ mod fp4;
 mod fp8;
 mod ggml;
 mod json;
-mod patterns;
 mod reader;
 pub mod selection;
 mod stacked;
@@ -91,6 +89,7 @@ mod traps;
 mod weight;
 mod write;
 
+pub use burn_fp4_policy::{Matcher, Pattern, Syntax};
 pub use checkpoint::Checkpoint;
 pub use container::gguf::Metadata as GgufMetadata;
 pub use container::safetensors::Metadata as SafetensorsMetadata;
@@ -101,7 +100,6 @@ pub use error::{CheckpointError, TensorProblem};
 pub use facts::Fp4Facts;
 pub use fp4::{Fp4Weight, Numbers, Order, TensorScale};
 pub use fp8::{Fp8Weight, Granularity};
-pub use patterns::{Matcher, Pattern, Syntax};
 pub use reader::Reader;
 pub use storage::Storage;
 pub use tensor::{Data, NewTensor, Tensor};

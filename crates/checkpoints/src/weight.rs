@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 
+use burn_fp4_policy::Pattern;
+
 use crate::container::gguf;
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
 use crate::fp8::Fp8Weight;
-use crate::patterns::Pattern;
 use crate::tensor::Tensor;
 
 /// A parameter or buffer of a model, with all that belongs to it.
@@ -91,6 +92,11 @@ impl Weight<'_> {
     /// The module of the parameter: its name without `.weight`.
     pub fn module(&self) -> &str {
         self.name.strip_suffix(".weight").unwrap_or(&self.name)
+    }
+
+    /// The names that patterns may have: its own, and that of its module.
+    pub(crate) fn names(&self) -> [&str; 2] {
+        [&self.name, self.module()]
     }
 
     /// Its shape: of FP4, `[.., rows, cols]`.

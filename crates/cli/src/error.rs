@@ -4,7 +4,8 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use burn_fp4_checkpoints::{CheckpointError, TensorProblem};
-use burn_fp4_search::{RecipeError, SearchError};
+use burn_fp4_policy::{PolicyError, RecipeError};
+use burn_fp4_search::SearchError;
 
 use crate::counted::counted;
 use crate::size::Size;
@@ -258,7 +259,7 @@ fn with_dashes(error: &CheckpointError) -> String {
 fn with_dashes_of_list(error: &CheckpointError) -> String {
     let text = error.to_string();
     match error {
-        CheckpointError::NoMatch { list, .. } => {
+        CheckpointError::Policy(PolicyError::NoMatch { list, .. }) => {
             text.replacen(&format!("`{list}`"), &format!("--{list}"), 1)
         }
         _ => text,
@@ -269,7 +270,7 @@ impl CliError {
     /// The error of a pattern on the command line, if it is one.
     pub(crate) fn of_option(self) -> Self {
         match self {
-            Self::Checkpoint(error @ CheckpointError::NoMatch { .. }) => {
+            Self::Checkpoint(error @ CheckpointError::Policy(PolicyError::NoMatch { .. })) => {
                 Self::Pattern(Box::new(error))
             }
             other => other,

@@ -96,8 +96,8 @@ pub struct Container {
 
 /// Which parameters of a module are quantized, and how.
 ///
-/// Paths are as in Burn's records, such as `layers.0.attention.query.weight`. In a pattern `*`
-/// stands for any part of one component and `**` for any number of components.
+/// Paths are as in Burn's records, such as `layers.0.attention.query.weight`. Patterns have the
+/// [syntax of recipes](burn_fp4_policy#patterns), and match a path or that of its module.
 ///
 /// ```
 /// use burn::nn::transformer::TransformerEncoderConfig;

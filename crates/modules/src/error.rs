@@ -6,8 +6,8 @@ use std::path::PathBuf;
 
 use burn::module::{LoraAdapter, Reparameterization};
 use burn_fp4_checkpoints::CheckpointError;
-use burn_fp4_ops::search::RecipeError;
 use burn_fp4_ops::{OpsError, panic_message};
+use burn_fp4_policy::{PolicyError, RecipeError};
 
 use crate::budget::Budget;
 use crate::checkpoint::mismatch::Mismatch;
@@ -44,14 +44,9 @@ pub enum Fp4Error {
         /// The error of the next one.
         problem: Box<Fp4Error>,
     },
-    /// A path pattern is not a glob.
-    #[error("pattern `{pattern}`: {problem}")]
-    Pattern {
-        /// The pattern.
-        pattern: String,
-        /// The error of its syntax.
-        problem: globset::Error,
-    },
+    /// A pattern has no meaning.
+    #[error("{0}")]
+    Pattern(PolicyError),
     /// A container's axis is not one of a parameter's.
     #[error(
         "parameter `{path}`: container `{container}` is blocked along axis {axis}, but its rank is \
@@ -292,6 +287,15 @@ impl From<CheckpointError> for Fp4Error {
 impl From<RecipeError> for Fp4Error {
     fn from(problem: RecipeError) -> Self {
         Self::Recipe(Box::new(problem))
+    }
+}
+
+impl From<PolicyError> for Fp4Error {
+    fn from(problem: PolicyError) -> Self {
+        match problem {
+            PolicyError::Scheme(problem) => OpsError::from(problem).into(),
+            problem => Self::Pattern(problem),
+        }
     }
 }
 

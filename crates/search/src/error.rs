@@ -1,8 +1,6 @@
-//! [`SearchError`] and [`RecipeError`].
+//! [`SearchError`].
 
-use std::path::PathBuf;
-
-use burn_fp4_formats::{FormatError, Fp4Format};
+use burn_fp4_formats::FormatError;
 
 use crate::method::Method;
 use crate::rule::ScaleRule;
@@ -105,103 +103,6 @@ pub enum SearchError {
     },
 }
 
-/// Reports why a [`Recipe`](crate::Recipe) cannot be used.
-///
-/// `weights` names the weights of an entry; none for the choices for all weights.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RecipeError {
-    /// A file cannot be read or written.
-    #[error("{path}: {source}", path = .path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Error of the system.
-        source: std::io::Error,
-    },
-    /// A file holds a wrong recipe.
-    #[error("{path}: {problem}", path = .path.display())]
-    In {
-        /// The file.
-        path: PathBuf,
-        /// Problem of the recipe.
-        problem: Box<RecipeError>,
-    },
-    /// A text is not a recipe.
-    #[error("line {line}: {problem}")]
-    Syntax {
-        /// Line, starting at 1.
-        line: usize,
-        /// Problem of the line.
-        problem: String,
-    },
-    /// A recipe cannot be written as TOML.
-    #[error("the recipe cannot be written as TOML: {0}")]
-    NotToml(String),
-    /// Weights are selected in two ways.
-    #[error("`only` does not go with `preset`: both choose the weights; remove one of them")]
-    OnlyWithPreset,
-    /// A preset is unknown, or not usable here.
-    #[error("{0}")]
-    Preset(String),
-    /// An entry does not name any weights.
-    #[error("`weights` without `names`; add the names of weights")]
-    Nameless,
-    /// Dense weights have choices for quantization.
-    #[error(
-        "weights `{weights}`: dense ones have no method, rule or block size; remove these, or the \
-         format"
-    )]
-    Dense {
-        /// The weights.
-        weights: String,
-    },
-    /// A rule is for another format.
-    #[error(
-        "{}the rule `{rule}` is for {}, not {format}; choose another rule or format",
-        of(.weights), .rule.row().format
-    )]
-    Rule {
-        /// The weights.
-        weights: Option<String>,
-        /// The rule.
-        rule: ScaleRule,
-        /// The format chosen.
-        format: Fp4Format,
-    },
-    /// A format does not have blocks of this size.
-    #[error("{}block size {found}: expected {}", of(.weights), sizes(.expected))]
-    BlockSize {
-        /// The weights.
-        weights: Option<String>,
-        /// Sizes that the format has.
-        expected: &'static [usize],
-        /// The size chosen.
-        found: usize,
-    },
-    /// A method is not defined for the format.
-    #[error(
-        "{}method `{method}` is not defined for {format}; choose another method or format",
-        of(.weights)
-    )]
-    Method {
-        /// The weights.
-        weights: Option<String>,
-        /// The method.
-        method: Method,
-        /// The format chosen.
-        format: Fp4Format,
-    },
-    /// Other choices do not go together.
-    #[error("{}{problem}", of(.weights))]
-    Scheme {
-        /// The weights.
-        weights: Option<String>,
-        /// Problem of the choices.
-        problem: SearchError,
-    },
-}
-
 fn rules() -> String {
     ScaleRule::ALL.map(|rule| rule.row().name).join(", ")
 }
@@ -210,14 +111,6 @@ fn methods() -> String {
     Method::NAMED.map(|row| row.name).join(", ")
 }
 
-fn of(weights: &Option<String>) -> String {
-    weights.as_ref().map_or_else(String::new, |weights| format!("weights `{weights}`: "))
-}
-
 fn matrix_name(block: &Option<usize>) -> String {
     block.map_or_else(|| "Gram matrix".to_owned(), |block| format!("Hessian of block {block}"))
-}
-
-fn sizes(expected: &[usize]) -> String {
-    expected.iter().map(usize::to_string).collect::<Vec<_>>().join(" or ")
 }

@@ -33,8 +33,7 @@
 //! | `quantize_weight.rs`   | quantization of a weight with a [`Method`] and [`Statistics`]    |
 //! | `metrics.rs`           | [`Metrics`]: the error of a quantized weight                     |
 //! | `modelopt.rs`          | ModelOpt's own functions, with its arithmetic                    |
-//! | `recipe.rs`            | [`Recipe`]: the choices for the weights of a model, as TOML      |
-//! | `error.rs`             | [`SearchError`], [`RecipeError`]                                 |
+//! | `error.rs`             | [`SearchError`]                                                  |
 
 #![warn(missing_debug_implementations)]
 // Loops over lanes and matrices use the indices of the formulas.
@@ -61,7 +60,6 @@ pub mod modelopt;
 mod names;
 pub mod philox;
 mod quantize_weight;
-mod recipe;
 mod reference;
 mod rounding;
 mod rule;
@@ -73,7 +71,7 @@ mod tile_reduce;
 pub use activations::Activations;
 pub use best_tensor_scale::{quantize_with_best_tensor_scale, tensor_scale_candidates};
 pub use burn_fp4_formats as formats;
-pub use error::{RecipeError, SearchError};
+pub use error::SearchError;
 pub use gptq::{BlockOrder, Gptq};
 pub use gram::Gram;
 pub use gram_layout::GramLayout;
@@ -83,7 +81,6 @@ pub use importance::{BlockHessians, Importance};
 pub use method::{Admm, E4m3Range, ErrorMetric, Method, MethodRow, Needs, Sse};
 pub use metrics::{Metrics, squared_output_error};
 pub use quantize_weight::Statistics;
-pub use recipe::{Recipe, RecipeFormat, RecipeWeights};
 pub use reference::{amax, quantize, quantize_by_importance, quantize_with_amax};
 pub use rounding::{Draw, Rounding, stochastic_code};
 pub use rule::{Normalization, RuleRow, ScaleForm, ScaleRule};

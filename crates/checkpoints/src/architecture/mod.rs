@@ -5,7 +5,8 @@
 
 mod table;
 
-use crate::patterns::{Matcher, Pattern, Syntax};
+use burn_fp4_policy::{Family, Matcher, Role, stem};
+
 use crate::weight::Model;
 pub(crate) use table::CONVOLUTION;
 use table::{ANY, KEPT, LINEAR, MODALITY, ROWS, Row};
@@ -94,25 +95,18 @@ impl<'c> Architecture<'c> {
         size.as_u64().map(|size| size as usize)
     }
 
-    /// The family of a layer: the names before its own, and the list of names that it is in.
-    pub(crate) fn family(self, module: &str) -> Option<(&str, usize)> {
-        let stem = |end: &&str| stem(module, end);
-        let of = |(at, ends): (usize, &&[&str])| Some((ends.iter().find_map(stem)?, at));
-        self.row.families.iter().enumerate().find_map(of)
+    /// The family of a layer.
+    pub(crate) fn family(self, module: &str) -> Option<Family<'_>> {
+        Family::of(module, self.row.families)
     }
 
     /// Makes the names of modules that stay ready to be matched.
     pub(crate) fn roles(self) -> Roles {
         let modalities = self.row.modalities.iter().map(|glob| (*glob, MODALITY));
         let all = self.row.kept.iter().chain(&KEPT).copied().chain(modalities);
-        let matchers = all.map(|(glob, what)| (matcher(glob), what)).collect();
+        let matchers = all.map(|(glob, what)| (Matcher::of_glob(glob), what)).collect();
         Roles { row: self.row, name: self.name, matchers }
     }
-}
-
-/// Makes a glob of a table ready to match names.
-pub(crate) fn matcher(glob: &str) -> Matcher {
-    Pattern::parse(glob, Syntax::Glob).matcher().expect("a glob is an expression")
 }
 
 /// The names of modules that stay, ready to be matched.
@@ -122,28 +116,19 @@ pub(crate) struct Roles {
     matchers: Vec<(Matcher, &'static str)>,
 }
 
-/// The reason that keeps a weight dense.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Role {
-    /// Not a linear layer, but this.
-    Other(&'static str),
-    /// None of the linear layers of the architecture of this `model_type`.
-    Unlisted(&'static str),
-}
-
 impl Roles {
-    /// Names the role of a matrix, or of a tensor with more axes, unless it is a linear weight.
-    pub(crate) fn role(&self, module: &str, axes: usize) -> Option<Role> {
+    /// Returns the role of a matrix, or of a tensor with more axes.
+    pub(crate) fn role(&self, module: &str, axes: usize) -> Role {
         // Three axes are a stack of matrices by their number alone.
         if axes > 2 && module.split('.').any(|part| part.contains("conv")) {
-            return Some(Role::Other(CONVOLUTION));
+            return Role::Other(CONVOLUTION);
         }
         if let Some((_, what)) = self.matchers.iter().find(|(m, _)| m.matches(module)) {
-            return Some(Role::Other(what));
+            return Role::Other(what);
         }
         let known = [self.row.linear, self.row.transposed];
         let linear = known.iter().any(|ends| ends_with_any(module, ends));
-        self.name.filter(|_| !linear).map(Role::Unlisted)
+        self.name.filter(|_| !linear).map_or(Role::Linear, Role::Unlisted)
     }
 }
 
@@ -158,11 +143,6 @@ fn of_class(class: &str) -> Option<(&'static Row, &'static str)> {
         let (head, rest) = class.split_at_checked(letters.len()).unwrap_or(("", class));
         head.eq_ignore_ascii_case(&letters) && CLASS_ENDS.iter().any(|end| rest.starts_with(end))
     })
-}
-
-/// Returns the part of a module's name before `end`, if it ends so.
-fn stem<'m>(module: &'m str, end: &str) -> Option<&'m str> {
-    module.strip_suffix(end).filter(|stem| stem.is_empty() || stem.ends_with('.'))
 }
 
 fn ends_with_any(module: &str, ends: &[&str]) -> bool {

@@ -20,6 +20,7 @@
 //! `entrypoints/convert/converters/modelopt_nvfp4.py` of compressed-tensors 0.20.
 
 use burn_fp4_formats::Fp4Format;
+use burn_fp4_policy::Syntax;
 use serde_json::json;
 
 use super::parts::{self, Parts, Reader};
@@ -32,7 +33,6 @@ use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
 use crate::fp8::{Fp8Weight, Granularity};
-use crate::patterns::{Pattern, Syntax};
 use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Quantization, Value, Weight};
 
@@ -81,7 +81,7 @@ impl Dialect for CompressedTensors {
         let ignore = config.and_then(|config| config.get("ignore"));
         let quantization = Quantization {
             dialect: self.name(),
-            ignore: Pattern::list(ignore, Syntax::Regex),
+            ignore: scheme::patterns(ignore, Syntax::Regex),
             kv_cache: config
                 .and_then(|c| c.get("kv_cache_scheme"))
                 .filter(|s| !s.is_null())

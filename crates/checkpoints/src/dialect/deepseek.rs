@@ -12,14 +12,16 @@
 //!
 //! Sources: `inference/convert.py` and `inference/model.py` of deepseek-ai's releases.
 
+use burn_fp4_policy::Syntax;
+
 use super::parts::{self, Parts, Reader};
+use super::scheme::patterns;
 use super::traits::{Dialect, Write, quant_method};
 use crate::container::{CONFIG, Container};
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::Order;
 use crate::fp8::Fp8Weight;
-use crate::patterns::{Pattern, Syntax};
 use crate::tensor::Tensor;
 use crate::weight::{Quantization, Value, Weight};
 
@@ -46,7 +48,7 @@ impl Dialect for DeepSeek {
             read_weight(container, reader, tensor, block)
         })?;
         let ignore = config.and_then(|config| config.get("modules_to_not_convert"));
-        let ignore = Pattern::list(ignore, Syntax::Unmarked);
+        let ignore = patterns(ignore, Syntax::Unmarked);
         let dialect = self.name();
         Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
     }

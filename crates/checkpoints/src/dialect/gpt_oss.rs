@@ -11,17 +11,17 @@
 //! Sources: `gpt_oss/torch/weights.py` of openai/gpt-oss, `integrations/mxfp4.py` of transformers.
 
 use burn_fp4_formats::Fp4Format;
+use burn_fp4_policy::Syntax;
 use serde_json::json;
 
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, source, tested};
-use super::scheme::{ignore_list, torch_metadata, with_quantization};
+use super::scheme::{ignore_list, patterns, torch_metadata, with_quantization};
 use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
 use crate::container::{CONFIG, Container};
 use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
 use crate::fp4::Order;
-use crate::patterns::{Pattern, Syntax};
 use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Quantization, Value, Weight};
 
@@ -46,7 +46,7 @@ impl Dialect for GptOss {
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
         let weights = parts::read(container, &["_blocks", "_scales", ".blocks"], read_weight)?;
         let ignore = container.quantization().and_then(|c| c.get("modules_to_not_convert"));
-        let ignore = Pattern::list(ignore, Syntax::Unmarked);
+        let ignore = patterns(ignore, Syntax::Unmarked);
         let dialect = self.name();
         Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
     }

@@ -11,6 +11,7 @@
 use std::collections::BTreeSet;
 
 use burn_fp4_formats::Fp4Format;
+use burn_fp4_policy::{Pattern, Syntax};
 use serde_json::json;
 
 use super::readers::ReadBy;
@@ -19,7 +20,6 @@ use super::{modelopt, scheme};
 use crate::container::{CONFIG, Container, QUANT_CONFIG};
 use crate::error::CheckpointError;
 use crate::fp4::{Numbers, TensorScale};
-use crate::patterns::{Pattern, Syntax};
 use crate::tensor::NewTensor;
 use crate::weight::{Model, Quantization, Value, Weight};
 

@@ -17,6 +17,7 @@
 //! `modelopt/torch/export`.
 
 use burn_fp4_formats::Fp4Format;
+use burn_fp4_policy::Syntax;
 use serde_json::json;
 
 use super::parts::{self, Parts, Reader};
@@ -28,7 +29,6 @@ use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
 use crate::fp8::{Fp8Weight, Granularity};
-use crate::patterns::{Pattern, Syntax};
 use crate::storage::transpose;
 use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Model, Quantization, Value, Weight};
@@ -122,7 +122,7 @@ pub(super) fn quantization(
     let exported_cache = || export?.get("kv_cache_quant_algo").filter(stated).cloned();
     Ok(Quantization {
         dialect,
-        ignore: Pattern::list(list, Syntax::Glob),
+        ignore: scheme::patterns(list, Syntax::Glob),
         kv_cache: field("kv_cache_scheme").or_else(exported_cache),
         producer: field("producer").or_else(|| exported("producer")),
         quant_config: container.quant_config().cloned(),

@@ -9,14 +9,16 @@
 //!
 //! Sources: `quantization/quark/schemes/quark_ocp_mx.py` of vLLM, Quark's `export` documentation.
 
+use burn_fp4_policy::Syntax;
+
 use super::parts::{self, Parts, Reader};
+use super::scheme::patterns;
 use super::traits::{Dialect, Write, quant_method};
 use crate::container::{CONFIG, Container};
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp4::{Order, TensorScale};
 use crate::fp8::Fp8Weight;
-use crate::patterns::{Pattern, Syntax};
 use crate::tensor::Tensor;
 use crate::weight::{Quantization, Value, Weight};
 
@@ -41,7 +43,7 @@ impl Dialect for Quark {
         let companions = [".weight_scale", ".weight_scale_2"];
         let weights = parts::read(container, &companions, read_weight)?;
         let ignore = config.and_then(|config| config.get("exclude"));
-        let ignore = Pattern::list(ignore, Syntax::Both);
+        let ignore = patterns(ignore, Syntax::Both);
         let dialect = self.name();
         Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
     }

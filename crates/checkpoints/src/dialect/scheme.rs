@@ -1,12 +1,12 @@
 //! How the weights of a model are quantized, in groups: what configs are written from.
 
 use burn_fp4_formats::Fp4Format;
+use burn_fp4_policy::{Matcher, Pattern, Syntax};
 
 use crate::architecture::Architecture;
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp8::Granularity;
-use crate::patterns::{Matcher, Pattern, Syntax};
 use crate::weight::{Model, Value, Weight};
 
 /// How a weight and its input are quantized.
@@ -100,6 +100,13 @@ pub(super) fn is_dense_matrix(weight: &Weight<'_>) -> bool {
         }
         Value::Fp8(_) | Value::Fp4(_) => false,
     }
+}
+
+/// Parses the texts of a list in a config, and leaves out all other values.
+pub(super) fn patterns(list: Option<&serde_json::Value>, syntax: Syntax) -> Vec<Pattern> {
+    let items = list.and_then(serde_json::Value::as_array).into_iter().flatten();
+    let texts = items.filter_map(serde_json::Value::as_str);
+    texts.map(|text| Pattern::parse(text, syntax)).collect()
 }
 
 /// The ignore list of a model in another syntax.

@@ -1,6 +1,7 @@
 //! The number of a weight's layer, and the layers at the start and the end that are kept.
 
-use super::preset::Preset;
+use burn_fp4_policy::{Policy, Preset};
+
 use crate::container::CONFIG;
 use crate::error::CheckpointError;
 use crate::weight::Model;
@@ -32,12 +33,9 @@ fn number(name: &str) -> Option<usize> {
 impl Layers {
     /// # Errors
     /// The converter of miles needs the number of layers, whatever is kept.
-    pub(super) fn of(
-        model: &Model<'_>,
-        preset: Preset,
-        first: usize,
-        last: usize,
-    ) -> Result<Self, CheckpointError> {
+    pub(super) fn of(model: &Model<'_>, policy: &Policy) -> Result<Self, CheckpointError> {
+        let first = policy.recipe.first_layers_high_precision.unwrap_or(0);
+        let last = policy.recipe.last_layers_high_precision.unwrap_or(0);
         let key = "num_hidden_layers";
         let config = model.config.as_ref();
         let stated =
@@ -45,7 +43,7 @@ impl Layers {
         let stated = stated.map(|count| count as usize);
         let count = match stated {
             Some(count) => count,
-            None if preset == Preset::Miles => {
+            None if policy.preset == Preset::Miles => {
                 return Err(CheckpointError::Field {
                     path: CONFIG.into(),
                     field: key.to_owned(),
@@ -71,14 +69,9 @@ impl Layers {
         self.first.saturating_add(self.last)
     }
 
-    fn is_kept(&self, layer: usize) -> bool {
-        let from_end = self.count.checked_sub(layer);
-        layer < self.first || from_end.is_some_and(|left| (1..=self.last).contains(&left))
-    }
-
-    /// The layer of a weight, if it is kept.
-    pub(super) fn keeps(&self, name: &str) -> Option<usize> {
-        number(name).filter(|&layer| self.is_kept(layer))
+    /// The number of a weight's layer, and how many there are.
+    pub(super) fn of_weight(&self, name: &str) -> Option<(usize, usize)> {
+        number(name).map(|layer| (layer, self.count))
     }
 
     /// The names of the layers that are kept, as transformers has them.
@@ -101,8 +94,6 @@ mod tests {
         assert_eq!(number("decoder.block.3.layer.1.EncDecAttention.k.weight"), Some(3));
         assert_eq!(number("model.mlp.experts.3.w1.weight"), None);
         let layers = Layers { first: 1, last: 2, count: 4 };
-        let kept: Vec<usize> = (0..6).filter(|&layer| layers.is_kept(layer)).collect();
-        assert_eq!(kept, [0, 2, 3]);
         let names = ["model.layers.0", "model.layers.2", "model.layers.3"];
         assert_eq!(layers.kept().collect::<Vec<_>>(), names);
         assert_eq!(Layers { first: 3, last: 2, count: 4 }.kept().count(), 4);
@@ -119,7 +110,8 @@ mod tests {
         let value = crate::weight::Value::Plain(tensor.expect("an empty tensor"));
         let weights = vec![crate::weight::Weight::new(name, 0, value)];
         let model = Model { weights, ..Model::default() };
-        let layers = Layers::of(&model, Preset::AllLinear, 0, 1).expect("a number of layers");
+        let policy = Policy::new(burn_fp4_policy::Recipe::default()).expect("a policy");
+        let layers = Layers::of(&model, &policy).expect("a number of layers");
         assert_eq!(layers.count, usize::MAX);
     }
 }

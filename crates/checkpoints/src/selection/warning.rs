@@ -2,11 +2,11 @@
 
 use std::fmt;
 
+use burn_fp4_policy::{Preset, Role};
 use serde::Serialize;
 
 use super::layers::Layers;
-use super::preset::Preset;
-use crate::architecture::{Architecture, Role, stated};
+use crate::architecture::{Architecture, stated};
 use crate::weight::Model;
 
 /// A reason to look at a selection before its result is used.
@@ -59,7 +59,7 @@ impl Warning {
         quantized: impl Iterator<Item = usize>,
     ) -> Option<Self> {
         let roles = architecture.roles();
-        let unlisted = |module: &str| matches!(roles.role(module, 3), Some(Role::Unlisted(_)));
+        let unlisted = |module: &str| matches!(roles.role(module, 3), Role::Unlisted(_));
         let mut guessed = quantized.map(|at| &model.weights[at]).filter(|weight| {
             weight.shape().len() == 3
                 && (architecture.name().is_none() || unlisted(weight.module()))

@@ -2,11 +2,13 @@
 //! decoded: those that a user names, those whose columns or axes do not fit, and what runs as one
 //! with any of these.
 
+use burn_fp4_policy::{Patterns, keep_together};
+
 use super::options::WriteOptions;
 use super::target::{Target, cast_of};
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
-use crate::selection::{Reason, check_matches, families, hits, keep_together, matchers};
+use crate::selection::{Reason, families};
 use crate::weight::{Model, Value, Weight};
 
 /// A quantized weight that is not changed as all others are.
@@ -27,20 +29,21 @@ pub(super) fn kept(
     target: &Target,
     keep: &[String],
 ) -> Result<Vec<Kept>, CheckpointError> {
-    let asked = matchers(keep)?;
-    check_matches(model, "keep", keep, &asked)?;
+    let asked = Patterns::new(keep)?;
+    asked.check_used("keep", model.weights.iter().map(Weight::names))?;
     let reason = |weight: &Weight<'_>| {
         if !weight.is_quantized() {
             return None;
         }
-        match asked.iter().position(|matcher| hits(matcher, weight)) {
-            Some(at) => Some(Reason::Asked(keep[at].clone())),
+        match asked.first(weight.names()) {
+            Some(pattern) => Some(Reason::Asked(pattern.to_owned())),
             None => unfit(model, weight, target),
         }
     };
     let mut reasons: Vec<Option<Reason>> = model.weights.iter().map(reason).collect();
     if target.writer.fuses() {
-        keep_together(model, &families(model), &mut reasons);
+        let name = |at: usize| model.weights[at].name.as_str();
+        keep_together(name, &families(model), &mut reasons);
     }
     let quantized = |(weight, reason): (usize, Option<Reason>)| {
         let value = &model.weights[weight];

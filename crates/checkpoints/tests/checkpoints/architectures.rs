@@ -5,9 +5,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn_fp4_checkpoints::selection::{Choice, Decision, Matrices, Reason, Selection, Warning};
+use burn_fp4_checkpoints::selection::{Decision, Matrices, Policy, Reason, Selection, Warning};
 use burn_fp4_checkpoints::{Checkpoint, Dtype, Model, Tensor, Value, Weight, WriteOptions};
 use burn_fp4_formats::Fp4Format;
+use burn_fp4_policy::Recipe;
 use serde_json::json;
 
 use super::models::fp4;
@@ -63,8 +64,13 @@ fn model(config: Option<serde_json::Value>, weights: &[Known]) -> Model<'static>
 }
 
 fn select(model: &Model<'_>, dialect: &str) -> Selection {
-    let choice = Choice { dialect: dialect.to_owned(), ..Choice::all(Fp4Format::NvFp4, 16) };
-    Selection::of(model, &choice).expect("a selection")
+    of_recipe(model, &format!("dialect = '{dialect}'"))
+}
+
+fn of_recipe(model: &Model<'_>, text: &str) -> Selection {
+    let recipe = Recipe::parse(text).expect("a recipe");
+    let policy = Policy::new(recipe).expect("choices that go together");
+    Selection::of(model, &policy).expect("a selection")
 }
 
 #[test]
@@ -75,7 +81,7 @@ fn linear_layers_of_every_architecture_are_quantized_and_nothing_else() {
         let selection = select(&model, "compressed-tensors");
         assert_eq!(selection.warnings, [], "{name}");
         for (known, decision) in weights.iter().zip(&selection.decisions) {
-            let quantized = matches!(decision, Decision::Quantize(_));
+            let quantized = matches!(decision, Decision::Quantize { .. });
             assert_eq!(quantized, known.linear, "{name}: {}: {decision:?}", known.name);
         }
     }
@@ -216,10 +222,8 @@ fn convolutions_are_no_stacks_of_matrices() {
     assert_eq!(selection.decisions[..3], [&convolution; 3].map(Clone::clone));
     assert_eq!(selection.groups, [[3]]);
     // Asked for by its name, a stack of three axes is what the user says it is.
-    let only = vec!["model.conv1".to_owned()];
-    let dialect = "modelopt".to_owned();
-    let choice = Choice { only, dialect, ..Choice::all(Fp4Format::NvFp4, 16) };
-    assert_eq!(Selection::of(&model, &choice).expect("a selection").groups, [[0]]);
+    let forced = of_recipe(&model, "only = ['model.conv1']\ndialect = 'modelopt'");
+    assert_eq!(forced.groups, [[0]]);
 }
 
 #[test]
@@ -236,10 +240,7 @@ fn a_weight_stored_by_inputs_is_kept_where_no_reader_turns_it() {
         assert!(
             text.ends_with("; write the dialect compressed-tensors, or name weights with `only`")
         );
-        let only = vec!["*c_attn".to_owned()];
-        let choice =
-            Choice { only, dialect: dialect.to_owned(), ..Choice::all(Fp4Format::NvFp4, 16) };
-        let forced = Selection::of(&model, &choice).expect("a selection");
+        let forced = of_recipe(&model, &format!("only = ['*c_attn']\ndialect = '{dialect}'"));
         let outline = forced.outline(&model);
         assert_eq!(outline.weights[0].shape(), [192, 64], "{dialect}");
     }
@@ -262,6 +263,6 @@ fn weights_that_a_dialect_cannot_hold_are_kept_by_a_plan_and_named_by_an_error()
     };
     assert_eq!(dialect, "compressed-tensors");
     assert_eq!(selection.groups, [vec![0, 2], vec![3]]);
-    assert_eq!(selection.decisions[3], Decision::Quantize(1));
+    assert!(matches!(selection.decisions[3], Decision::Quantize { group: 1, .. }));
     assert!(select(&model, "modelopt").keep_unheld(&model).is_ok());
 }

@@ -1,11 +1,11 @@
 //! Types of ggml other than FP4: the values are the same as in Python's gguf, bit for bit.
 
-use burn_fp4_checkpoints::selection::{Choice, Decision, Reason, Selection};
+use burn_fp4_checkpoints::selection::{Decision, Policy, Reason, Selection};
 use burn_fp4_checkpoints::{
     Checkpoint, CheckpointError, Container, Dtype, GgmlRow, Model, Reader, Tensor, TensorProblem,
     Value, Weight, WriteOptions,
 };
-use burn_fp4_formats::Fp4Format;
+use burn_fp4_policy::Recipe;
 
 use super::counting::peak;
 use super::models::{ggml, ggml_rows};
@@ -161,10 +161,11 @@ fn records_that_are_decoded_can_be_quantized() {
     let mut model = model(&golden());
     let last = ggml("iq.up_proj.weight", row("IQ2_XXS"), &[2, 256], vec![0; 132]);
     model.weights.push(last);
-    let choice = Choice { dialect: "gguf".into(), ..Choice::all(Fp4Format::NvFp4, 16) };
-    let selection = Selection::of(&model, &choice).expect("a selection");
+    let recipe = Recipe { dialect: Some("gguf".to_owned()), ..Recipe::default() };
+    let policy = Policy::new(recipe).expect("choices that go together");
+    let selection = Selection::of(&model, &policy).expect("a selection");
     let (kept, chosen) = selection.decisions.split_last().expect("decisions");
     assert_eq!(*kept, Decision::Keep(Reason::Dtype("IQ2_XXS".into())));
-    assert!(chosen.iter().all(|decision| matches!(decision, Decision::Quantize(_))));
+    assert!(chosen.iter().all(|decision| matches!(decision, Decision::Quantize { .. })));
     assert_eq!(chosen.len(), 12);
 }

@@ -7,6 +7,7 @@ use burn_fp4_checkpoints::{
     Checkpoint, CheckpointError, Dtype, Pattern, Reader, Syntax, TensorProblem, WriteOptions,
 };
 use burn_fp4_formats::Fp4Format;
+use burn_fp4_policy::PolicyError;
 use serde_json::json;
 
 use super::counting::peak;
@@ -247,7 +248,7 @@ fn a_config_that_is_no_object_is_replaced_where_a_field_is_added() {
 fn texts_do_not_take_many_times_their_length() {
     let folder = folder("hostile-texts");
     let (result, bytes) = peak(|| Pattern::parse("re:a{999}{999}", Syntax::Regex).matcher());
-    assert!(matches!(result, Err(CheckpointError::Pattern { .. })));
+    assert!(matches!(result, Err(PolicyError::Pattern { .. })));
     assert!(bytes < 8 << 20, "{bytes} bytes for an expression");
 
     let zeros = format!("[{}0]", "0,".repeat(5_000_000));

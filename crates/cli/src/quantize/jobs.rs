@@ -21,12 +21,11 @@ pub(super) struct Job {
     pub(super) made: u64,
 }
 
-/// The jobs in the order of the model. `schemes` belong to the selection's groups.
+/// The jobs in the order of the model.
 pub(super) fn jobs(
     model: &Model<'_>,
     selection: &Selection,
     planned: &Planned<'_>,
-    schemes: &[Fp4Scheme],
     statistics: Option<&StatisticsFile>,
 ) -> Vec<Job> {
     let after = planned.bytes();
@@ -34,7 +33,9 @@ pub(super) fn jobs(
     for (at, decision) in selection.decisions.iter().enumerate() {
         let (weights, how) = match decision {
             Decision::Keep(_) => (vec![at], None),
-            Decision::Quantize(group) => (selection.groups[*group].clone(), Some(schemes[*group])),
+            Decision::Quantize { scheme, group } => {
+                (selection.groups[*group].clone(), Some(*scheme))
+            }
         };
         // A group is where its first member is.
         if weights[0] != at {

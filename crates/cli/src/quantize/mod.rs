@@ -142,25 +142,25 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let path = arguments.recipe.as_deref();
     let recipe = arguments.options.with_recipe(path)?;
     let resolved = ResolvedOptions::of(recipe, path, &model, arguments.out.as_deref())?;
-    let dialect = &resolved.choice.dialect;
+    let dialect = resolved.dialect();
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
-    let selection = Selection::of(&model, &resolved.choice);
+    let selection = Selection::of(&model, &resolved.policy);
     let mut selection = selection.map_err(|error| arguments.options.named(error))?;
     let refused = match refusal(&mut selection, &model) {
         Some(refused) if !arguments.dry_run => return Err(refused),
         // The plan is shown before.
         refused => refused,
     };
-    let schemes = resolved.schemes(&model, &selection)?;
+    let schemes = options::schemes(&selection);
     let statistics =
-        resolved.recipe.calibration.as_deref().map(StatisticsFile::open).transpose()?;
+        resolved.policy.recipe.calibration.as_deref().map(StatisticsFile::open).transpose()?;
     check_statistics(&model, &selection, &schemes, statistics.as_ref())?;
     let (outline, reader) = (selection.outline(&model), Reader::new(checkpoint.container()));
     let planned = outline.plan_reading(dialect, &WriteOptions::default(), &reader)?;
     let (settings, device) = (resolved.settings(), arguments.device);
     let report = Report::new(settings, device, &model, &outline, &selection, &planned);
     let statistics = statistics.as_ref();
-    let jobs = jobs(&model, &selection, &planned, &schemes, statistics);
+    let jobs = jobs(&model, &selection, &planned, statistics);
     let memory = memory(arguments.memory, &model, &jobs)?;
     let ahead = Ahead::default();
     thread::scope(|scope| {
@@ -405,7 +405,7 @@ fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, C
     let mut task = format!("{}; from {}", options.join("; "), checkpoint.dialect());
     let container = checkpoint.container();
     let files = container.files().map(|(path, _)| path.to_owned());
-    for path in files.chain(container.configs()).chain(resolved.recipe.calibration.clone()) {
+    for path in files.chain(container.configs()).chain(resolved.policy.recipe.calibration.clone()) {
         let file = |source| CliError::File { path: path.clone(), source };
         let metadata = std::fs::metadata(&path).map_err(file)?;
         let modified = metadata.modified().map_err(file)?;

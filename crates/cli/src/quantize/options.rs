@@ -3,10 +3,11 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Exception, Matrices, Preset, Selection};
+use burn_fp4_checkpoints::selection::{DEFAULT, Decision, Matrices, Policy, Preset, Selection};
 use burn_fp4_checkpoints::{CheckpointError, Model, dialect};
+use burn_fp4_policy::{PolicyError, Recipe, RecipeError, RecipeWeights};
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Fp4Scheme, Method, Recipe, RecipeError, RecipeWeights, ScaleRule};
+use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use serde::Serialize;
 
@@ -94,12 +95,24 @@ fn rule_name(rule: ScaleRule) -> PossibleValue {
     PossibleValue::new(row.name).aliases(row.former_name)
 }
 
+/// How the weights of each group of a selection are quantized.
+pub(super) fn schemes(selection: &Selection) -> Vec<Fp4Scheme> {
+    let of = |members: &Vec<usize>| match selection.decisions[members[0]] {
+        Decision::Quantize { scheme, .. } => scheme,
+        Decision::Keep(_) => unreachable!("a group has quantized weights"),
+    };
+    selection.groups.iter().map(of).collect()
+}
+
 impl Options {
     /// The error of a selection, in which a pattern of the command line has the name of its option.
     pub(super) fn named(&self, error: CheckpointError) -> CliError {
         let stated = match &error {
-            CheckpointError::NoMatch { list: "keep", .. } => !self.keep.is_empty(),
-            CheckpointError::NoMatch { list: "only", .. } => !self.only.is_empty(),
+            CheckpointError::Policy(PolicyError::NoMatch { list, .. }) => match *list {
+                "keep" => !self.keep.is_empty(),
+                "only" => !self.only.is_empty(),
+                _ => false,
+            },
             _ => false,
         };
         let error = CliError::from(error);
@@ -137,12 +150,9 @@ impl Options {
 
 /// Choices that are made.
 pub(super) struct ResolvedOptions {
-    pub(super) recipe: Recipe,
-    pub(super) choice: Choice,
-    /// How weights are quantized that no exception is about.
-    base: Fp4Scheme,
-    /// By exception how its weights are quantized. None: they are kept.
-    exceptions: Vec<Option<Fp4Scheme>>,
+    /// The policy, with the dialect in its recipe.
+    pub(super) policy: Policy,
+    dialect: String,
 }
 
 impl ResolvedOptions {
@@ -165,12 +175,9 @@ impl ResolvedOptions {
             None => problem,
             Some(path) => RecipeError::In { path: path.to_owned(), problem: Box::new(problem) },
         };
-        let preset = match &recipe.preset {
-            None => Preset::default(),
-            Some(name) => {
-                name.parse::<Preset>().map_err(|problem| wrong(RecipeError::Preset(problem)))?
-            }
-        };
+        let preset = recipe.preset.as_deref().map(str::parse::<Preset>).transpose();
+        let preset = preset.map_err(|problem| wrong(RecipeError::Preset(problem)))?;
+        let preset = preset.unwrap_or_default();
         let miles = preset == Preset::Miles;
         if miles {
             // The converter of miles ran on TransformerEngine 2.10 when it was merged.
@@ -187,9 +194,8 @@ impl ResolvedOptions {
             recipe.rule = recipe.rule.or(Some(rule));
             recipe.method = recipe.method.or(Some(Method::Amax));
         }
-        let base = recipe.base().map_err(wrong)?;
-        let exceptions = recipe.schemes().map_err(wrong)?;
-        let dialect = recipe.dialect.clone().unwrap_or_else(|| {
+        let mut policy = Policy::new(recipe).map_err(wrong)?;
+        let dialect = policy.recipe.dialect.clone().unwrap_or_else(|| {
             match miles {
                 true => "miles",
                 false if model.gguf.is_some() || out.is_some_and(is_gguf) => GGUF,
@@ -204,84 +210,39 @@ impl ResolvedOptions {
             let what = format!("the dialect `{dialect}` has no FP4; choose one of {names}");
             return Err(CliError::Choice(what));
         }
-        let becomes = |how: &Fp4Scheme| (how.format(), how.block_size);
-        let exception = |(weights, how): (&RecipeWeights, &Option<Fp4Scheme>)| Exception {
-            names: weights.names.clone(),
-            becomes: how.as_ref().map(becomes),
-        };
-        let (format, block_size) = becomes(&base);
-        let choice = Choice {
-            dialect,
-            preset,
-            keep: recipe.keep.clone(),
-            only: recipe.only.clone(),
-            first_layers: recipe.first_layers_high_precision.unwrap_or(0),
-            last_layers: recipe.last_layers_high_precision.unwrap_or(0),
-            exceptions: recipe.weights.iter().zip(&exceptions).map(exception).collect(),
-            together: recipe.together,
-            ..Choice::all(format, block_size)
-        };
-        Ok(Self { recipe, choice, base, exceptions })
+        policy.recipe.dialect = Some(dialect.clone());
+        Ok(Self { policy, dialect })
     }
 
-    /// How the weights of each group of a selection are quantized: with a tensor scale, if the
-    /// dialect has a place for one.
-    ///
-    /// # Errors
-    /// [`CliError::Choice`] for choices that do not go together, and for weights with one tensor
-    /// scale that are to be quantized in different ways.
-    pub(super) fn schemes(
-        &self,
-        model: &Model<'_>,
-        selection: &Selection,
-    ) -> Result<Vec<Fp4Scheme>, CliError> {
-        let of = |at: usize| {
-            let exception = selection.exceptions[at].and_then(|at| self.exceptions[at]);
-            exception.unwrap_or(self.base)
-        };
-        let group = |members: &Vec<usize>| {
-            let first = members[0];
-            if let Some(&other) = members.iter().find(|&&at| of(at) != of(first)) {
-                let [first, other] = [first, other].map(|at| {
-                    let Fp4Scheme { method, rule, .. } = of(at);
-                    format!("`{}` ({method}, rule {rule})", model.weights[at].name)
-                });
-                let what = "share a tensor scale; choose the same method and rule for both";
-                return Err(CliError::Choice(format!("{first} and {other} {what}")));
-            }
-            let how = match selection.has_tensor_scales() {
-                true => of(first),
-                false => of(first).without_tensor_scale(),
-            };
-            how.validate().map_err(|error| CliError::Choice(error.to_string()))?;
-            Ok(how)
-        };
-        selection.groups.iter().map(group).collect()
+    /// The dialect to write.
+    pub(super) fn dialect(&self) -> &str {
+        &self.dialect
     }
 
     /// Returns true if a method that is asked for needs statistics.
     fn is_calibrated(&self) -> bool {
-        let mut all = self.exceptions.iter().flatten().chain([&self.base]);
+        let mut all = self.policy.schemes.iter().flatten().chain([&self.policy.base]);
         all.any(|how| how.method.row().calibrated)
     }
 
     /// All that decides about bytes.
     pub(super) fn settings(&self) -> Settings {
-        let (choice, recipe) = (self.choice.clone(), &self.recipe);
+        let Policy { recipe, preset, base, .. } = &self.policy;
+        let recipe = recipe.clone();
         Settings {
-            format: choice.format,
-            block_size: choice.block_size,
-            dialect: choice.dialect,
-            method: self.base.method,
-            rule: self.base.rule,
-            preset: choice.only.is_empty().then_some(choice.preset),
-            only: choice.only,
-            keep: choice.keep,
-            first_layers_high_precision: choice.first_layers,
-            last_layers_high_precision: choice.last_layers,
-            together: choice.together,
-            calibration: recipe.calibration.clone().filter(|_| self.is_calibrated()),
-            weights: recipe.weights.clone(),
+            format: base.format(),
+            block_size: base.block_size,
+            dialect: self.dialect.clone(),
+            method: base.method,
+            rule: base.rule,
+            preset: recipe.only.is_empty().then_some(*preset),
+            only: recipe.only,
+            keep: recipe.keep,
+            first_layers_high_precision: recipe.first_layers_high_precision.unwrap_or(0),
+            last_layers_high_precision: recipe.last_layers_high_precision.unwrap_or(0),
+            together: recipe.together,
+            calibration: recipe.calibration.filter(|_| self.is_calibrated()),
+            weights: recipe.weights,
         }
     }
 
@@ -298,15 +259,17 @@ impl ResolvedOptions {
         let mut notes = Vec::new();
         let scaled = |how: &Fp4Scheme| how.format().row().tensor_scale;
         if !selection.has_tensor_scales() && schemes.iter().any(scaled) {
-            let dialect = &self.choice.dialect;
+            let dialect = &self.dialect;
             notes.push(format!(
                 "the dialect `{dialect}` has no tensor scales: block scales alone hold the range, \
                  which raises the error of small weights; other dialects have tensor scales"
             ));
         }
-        if let Some(path) = self.recipe.calibration.as_ref().filter(|_| !self.is_calibrated()) {
-            let (path, method) = (path.display(), self.base.method);
-            let others = self.exceptions.iter().flatten().any(|how| how.method != method);
+        if let Some(path) =
+            self.policy.recipe.calibration.as_ref().filter(|_| !self.is_calibrated())
+        {
+            let (path, method) = (path.display(), self.policy.base.method);
+            let others = self.policy.schemes.iter().flatten().any(|how| how.method != method);
             notes.push(match others {
                 true => {
                     format!("none of the methods needs input statistics: {path} is not used")
@@ -314,19 +277,19 @@ impl ResolvedOptions {
                 false => format!("method `{method}` needs no input statistics: {path} is not used"),
             });
         }
-        if self.choice.dialect == GGUF && model.gguf.is_none() {
+        if self.dialect == GGUF && model.gguf.is_none() {
             notes.push(UNKNOWN_NAMES.to_owned());
         }
         let formats = schemes.iter().map(|how| (how.format(), how.block_size));
-        notes.extend(readers::notes(&self.choice.dialect, formats)?);
+        notes.extend(readers::notes(&self.dialect, formats)?);
         let turned = |&at: &usize| Matrices::of(model, &model.weights[at]).transposed;
         let turned = selection.groups.iter().flatten().any(turned);
         if turned && model.gguf.is_none() {
-            notes.push(readers::turned_note(&self.choice.dialect)?);
-        } else if model.gguf.is_some() && self.choice.dialect != GGUF {
+            notes.push(readers::turned_note(&self.dialect)?);
+        } else if model.gguf.is_some() && self.dialect != GGUF {
             notes.push(readers::GGUF_NAMES.to_owned());
         } else {
-            notes.extend(readers::dtype_note(&self.choice.dialect, model));
+            notes.extend(readers::dtype_note(&self.dialect, model));
         }
         Ok(notes)
     }

@@ -65,7 +65,7 @@ impl Report {
             let matrices = Matrices::of(model, weight);
             let [note, short] = match &selection.decisions[at] {
                 Decision::Keep(reason) => [reason.to_string(), short_reason(reason, &weight.name)],
-                Decision::Quantize(group) => match &selection.groups[*group][..] {
+                Decision::Quantize { group, .. } => match &selection.groups[*group][..] {
                     [_] if matrices.transposed => {
                         ["stored as [inputs, outputs]"; 2].map(Into::into)
                     }
@@ -90,7 +90,7 @@ impl Report {
                 short,
                 unmet: match &selection.decisions[at] {
                     Decision::Keep(reason) => reason.is_unmet(),
-                    Decision::Quantize(_) => false,
+                    Decision::Quantize { .. } => false,
                 },
                 bytes_before: weight.bytes() as u64,
                 bytes_after: after[at],
@@ -201,7 +201,7 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use burn_fp4_checkpoints::{Dtype, Tensor, Value, Weight, WriteOptions};
-    use burn_fp4_search::Recipe;
+    use burn_fp4_policy::Recipe;
 
     use super::super::options::ResolvedOptions;
     use super::*;
@@ -215,9 +215,9 @@ mod tests {
         let weights = names.iter().map(weight).collect();
         let model = Model { weights, ..Model::default() };
         let resolved = ResolvedOptions::of(Recipe::default(), None, &model, None).expect("choices");
-        let selection = Selection::of(&model, &resolved.choice).expect("a selection");
+        let selection = Selection::of(&model, &resolved.policy).expect("a selection");
         let outline = selection.outline(&model);
-        let planned = outline.plan(&resolved.choice.dialect, &WriteOptions::default());
+        let planned = outline.plan(resolved.dialect(), &WriteOptions::default());
         let planned = planned.expect("a plan");
         Report::new(resolved.settings(), Device::Flex, &model, &outline, &selection, &planned)
     }

@@ -8,10 +8,10 @@ use std::iter;
 use std::path::Path;
 
 use burn::module::Module;
-use burn_fp4_checkpoints::selection::{Choice, DEFAULT, Decision, Exception, Preset, Selection};
+use burn_fp4_checkpoints::selection::{Decision, Policy, Preset, Selection};
 use burn_fp4_checkpoints::{DataType, Dtype, Model, Pattern, Syntax, Tensor, Value, Weight};
 use burn_fp4_ops::Fp4Scheme;
-use burn_fp4_ops::search::{Recipe, RecipeError, RecipeFormat, RecipeWeights};
+use burn_fp4_policy::{Recipe, RecipeError, RecipeFormat, RecipeWeights};
 
 use crate::config::{Container, Fp4Config};
 use crate::error::Fp4Error;
@@ -34,10 +34,8 @@ impl Fp4Report {
     /// Formats, block sizes, rules and methods are the same there, and so are the codes, but for
     /// methods that take statistics of inputs, which have to be given again
     /// ([`Calibration::save`](crate::Calibration::save)), and for weights of rank 3 in formats with
-    /// a tensor scale: a file has one for each matrix. Where some weights got another
-    /// method for want of statistics ([`Fallback`](crate::Fallback)) the recipe says which: the
-    /// command does the same, but [`Fp4Config::of_recipe`] refuses it, as a configuration has one
-    /// method for all weights.
+    /// a tensor scale: a file has one for each matrix. Where some weights got another method for
+    /// want of statistics ([`Fallback`](crate::Fallback)) the recipe says which.
     ///
     /// ```
     /// use burn::nn::LinearConfig;
@@ -80,8 +78,8 @@ impl Fp4Report {
         let attached = Outcome::Kept { reason: Reason::PartOfReparameterization };
         let parameters: Vec<&ParameterReport> =
             self.parameters.iter().filter(|one| one.outcome != attached).collect();
-        let known: Vec<Known<'_>> = parameters.iter().map(|one| Known::of_report(one)).collect();
-        let files = Files::new(&known, map)?;
+        let known = parameters.iter().map(|one| (&*one.path, &*one.container, &*one.shape));
+        let files = Files::new(&known.collect::<Vec<_>>(), map)?;
         let mut schemes = Vec::with_capacity(files.of.len());
         let mut lists: Vec<(Fp4Scheme, Vec<String>)> = Vec::new();
         for (weight, of) in files.model.weights.iter().zip(&files.of) {
@@ -94,7 +92,7 @@ impl Fp4Report {
             }
             schemes.push(scheme);
             let Some(scheme) = scheme else { continue };
-            let exact = Pattern::Exact(weight.name.clone()).write(Syntax::Both);
+            let exact = Pattern::Exact(weight.name.clone()).write(Syntax::Recipe);
             let name = exact.unwrap_or_else(|| weight.name.clone());
             match lists.iter_mut().find(|(known, _)| *known == scheme) {
                 Some((_, names)) => names.push(name),
@@ -139,8 +137,8 @@ impl Fp4Config {
     /// [`Fp4Error::Recipe`] for choices that do not go together, and for the preset `miles`, which
     /// is for files; [`Fp4Error::Checkpoint`] for names that match nothing, a dialect that is
     /// unknown, formats that layers that run as one cannot have, and if nothing is selected;
-    /// [`Fp4Error::RecipeParameter`] for what a configuration cannot say: tensor scales shared by
-    /// parameters that are not siblings. For the map as [`Fp4Report::recipe`].
+    /// [`Fp4Error::RecipeParameter`] for what a configuration cannot say. For the map as
+    /// [`Fp4Report::recipe`].
     pub fn of_recipe<M: Module>(
         recipe: &Recipe,
         module: &M,
@@ -148,14 +146,18 @@ impl Fp4Config {
     ) -> Result<Self, Fp4Error> {
         let mut parameters = Walk::over_values(module).parameters;
         parameters.retain(|one| !one.inside_reparameterization);
-        let known: Vec<Known<'_>> = parameters.iter().map(Known::of_parameter).collect();
-        let files = Files::new(&known, map)?;
-        let decided = Decided::new(recipe, &files)?;
-        decided.selection.check_not_empty(&files.model)?;
+        let known = parameters.iter().map(|one| (&*one.path, &*one.container, &*one.shape));
+        let files = Files::new(&known.collect::<Vec<_>>(), map)?;
+        let policy = policy(recipe)?;
+        let selection = Selection::of(&files.model, &policy)?;
+        selection.check_not_empty(&files.model)?;
         // One for each parameter that a tensor is made of.
         let mut schemes: BTreeMap<usize, Option<Fp4Scheme>> = BTreeMap::new();
         for (tensor, of) in files.of.iter().enumerate() {
-            let scheme = decided.scheme(tensor);
+            let scheme = match &selection.decisions[tensor] {
+                Decision::Keep(_) => None,
+                Decision::Quantize { scheme, .. } => Some(*scheme),
+            };
             for &at in of {
                 if *schemes.entry(at).or_insert(scheme) != scheme {
                     let problem = "its matrices are several tensors in files, of several schemes";
@@ -165,34 +167,20 @@ impl Fp4Config {
         }
         let chosen = schemes.iter().filter_map(|(&at, scheme)| Some((&parameters[at], (*scheme)?)));
         let chosen: Vec<(&Parameter, Fp4Scheme)> = chosen.collect();
-        let mut config = with_containers(Fp4Config::new(decided.base), &chosen, map)?;
+        let mut config = with_containers(Fp4Config::new(policy.base), &chosen, map)?;
         for (Parameter { path, .. }, how) in &chosen {
             config = config.include(path).with(path, *how);
         }
-        for group in decided.selection.groups.iter().filter(|group| group.len() > 1) {
-            let paths: Vec<_> = group.iter().map(|&at| known[files.of[at][0]].path).collect();
-            config = with_shared_scale(config, &paths)?;
+        for group in selection.groups.iter().filter(|group| group.len() > 1) {
+            let path = |&at: &usize| &*parameters[files.of[at][0]].path;
+            config = with_shared_scale(config, group.iter().map(path));
         }
         Ok(config)
     }
 }
 
-/// A parameter, as far as files are concerned.
-struct Known<'p> {
-    path: &'p str,
-    container: &'p str,
-    shape: &'p [usize],
-}
-
-impl<'p> Known<'p> {
-    fn of_report(one: &'p ParameterReport) -> Self {
-        Self { path: &one.path, container: &one.container, shape: &one.shape }
-    }
-
-    fn of_parameter(one: &'p Parameter) -> Self {
-        Self { path: &one.path, container: &one.container, shape: &one.shape }
-    }
-}
+/// Path, container and shape of a parameter.
+type Known<'p> = (&'p str, &'p str, &'p [usize]);
 
 /// The tensors that parameters are in files, without their values.
 struct Files {
@@ -232,17 +220,17 @@ impl Files {
         let names = Names::new(map)?;
         let mut tensors = Tensors::default();
         let mut tied = Vec::new();
-        for (at, one) in parameters.iter().enumerate() {
+        for (at, &(path, container, shape)) in parameters.iter().enumerate() {
             if let Some(with) = tied_to(&names, parameters, at) {
                 tied.push((at, with));
                 continue;
             }
-            let input_first = map.placement(one.container, one.shape.len()).input_first();
-            let shape = turned(one.shape, input_first);
-            match names.wanted(one.path, one.container) {
+            let input_first = map.placement(container, shape.len()).input_first();
+            let shape = turned(shape, input_first);
+            match names.wanted(path, container) {
                 // The last one is the name in files.
                 Wanted::One(mut wanted) => {
-                    let name = wanted.pop().unwrap_or_else(|| one.path.to_owned());
+                    let name = wanted.pop().unwrap_or_else(|| path.to_owned());
                     tensors.add(name, shape, at);
                 }
                 Wanted::Each(before, behind) => {
@@ -266,7 +254,7 @@ impl Files {
             let tensor = names.in_file(&name);
             let loaded = names.in_module(&tensor);
             if loaded != name {
-                let parameter = parameters[of[0]].path.to_owned();
+                let parameter = parameters[of[0]].0.to_owned();
                 errors.push(Mismatch::RenamedBack { parameter, tensor, loaded });
                 continue;
             }
@@ -283,8 +271,8 @@ impl Files {
 /// The parameter whose tensors a parameter takes, at the end of its ties; none if it has its own.
 fn tied_to(names: &Names<'_>, parameters: &[Known<'_>], at: usize) -> Option<usize> {
     let next = |at: usize| {
-        let with = names.tied_to(parameters[at].path)?;
-        parameters.iter().position(|other| other.path == with).filter(|with| *with != at)
+        let with = names.tied_to(parameters[at].0)?;
+        parameters.iter().position(|(path, ..)| *path == with).filter(|with| *with != at)
     };
     // Ties in a circle have no end.
     iter::successors(next(at), |&at| next(at)).take(parameters.len()).last()
@@ -302,57 +290,16 @@ fn outline(name: String, shape: Vec<usize>) -> Weight<'static> {
     Weight::new(name, 0, Value::Plain(tensor))
 }
 
-/// The decisions of a recipe about tensors.
-struct Decided {
-    selection: Selection,
-    base: Fp4Scheme,
-    exceptions: Vec<Option<Fp4Scheme>>,
-}
-
-impl Decided {
-    fn new(recipe: &Recipe, files: &Files) -> Result<Self, Fp4Error> {
-        let preset = match &recipe.preset {
-            None => Preset::default(),
-            Some(name) => name.parse::<Preset>().map_err(RecipeError::Preset)?,
-        };
-        if preset == Preset::Miles {
-            let problem = format!("the preset `{preset}` is for the files of its converter alone");
-            return Err(RecipeError::Preset(problem).into());
+/// Makes the policy of a recipe.
+fn policy(recipe: &Recipe) -> Result<Policy, Fp4Error> {
+    let policy = Policy::new(recipe.clone())?;
+    match policy.preset {
+        Preset::Miles => {
+            let problem =
+                format!("the preset `{}` is for the files of its converter alone", policy.preset);
+            Err(RecipeError::Preset(problem).into())
         }
-        let (base, exceptions) = (recipe.base()?, recipe.schemes()?);
-        let becomes = |how: &Fp4Scheme| (how.format(), how.block_size);
-        let exception = |(weights, how): (&RecipeWeights, &Option<Fp4Scheme>)| Exception {
-            names: weights.names.clone(),
-            becomes: how.as_ref().map(becomes),
-        };
-        let (format, block_size) = becomes(&base);
-        let choice = Choice {
-            dialect: recipe.dialect.clone().unwrap_or_else(|| DEFAULT.to_owned()),
-            preset,
-            keep: recipe.keep.clone(),
-            only: recipe.only.clone(),
-            first_layers: recipe.first_layers_high_precision.unwrap_or(0),
-            last_layers: recipe.last_layers_high_precision.unwrap_or(0),
-            exceptions: recipe.weights.iter().zip(&exceptions).map(exception).collect(),
-            together: recipe.together,
-            ..Choice::all(format, block_size)
-        };
-        Ok(Self { selection: Selection::of(&files.model, &choice)?, base, exceptions })
-    }
-
-    /// How a tensor is quantized. None: it is kept.
-    fn scheme(&self, tensor: usize) -> Option<Fp4Scheme> {
-        match self.selection.decisions[tensor] {
-            Decision::Keep(_) => None,
-            Decision::Quantize(_) => {
-                let exception = self.selection.exceptions[tensor];
-                let how = exception.map_or(Some(self.base), |at| self.exceptions[at])?;
-                Some(match self.selection.has_tensor_scales() {
-                    true => how,
-                    false => how.without_tensor_scale(),
-                })
-            }
-        }
+        _ => Ok(policy),
     }
 }
 
@@ -406,7 +353,7 @@ fn check(
     parameters: &[&ParameterReport],
     schemes: &[Option<Fp4Scheme>],
 ) -> Result<(), Fp4Error> {
-    let decided = Decided::new(recipe, files)?;
+    let selection = Selection::of(&files.model, &policy(recipe)?)?;
     let mut sharing: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (tensor, of) in files.of.iter().enumerate() {
         if let Some(group) = scale_group(parameters[of[0]]) {
@@ -415,21 +362,21 @@ fn check(
     }
     for (tensor, of) in files.of.iter().enumerate() {
         let one = parameters[of[0]];
-        match (&decided.selection.decisions[tensor], schemes[tensor]) {
+        match (&selection.decisions[tensor], schemes[tensor]) {
             (Decision::Keep(reason), Some(_)) => {
                 let problem = format!("`fp4 quantize` would keep it: {reason}");
                 return Err(impossible(&one.path, &problem));
             }
-            (Decision::Quantize(group), Some(how)) if how.format().row().tensor_scale => {
+            (Decision::Quantize { group, .. }, Some(how)) if how.format().row().tensor_scale => {
                 let alone = vec![tensor];
                 let expected = scale_group(one).map_or(&alone, |group| &sharing[group]);
-                if decided.selection.groups[*group] != *expected {
+                if selection.groups[*group] != *expected {
                     let what = "which weights share its tensor scale, but for those that engines \
                                 run as one";
                     return Err(not_representable(&one.path, what));
                 }
             }
-            (Decision::Keep(_) | Decision::Quantize(_), _) => {}
+            (Decision::Keep(_) | Decision::Quantize { .. }, _) => {}
         }
     }
     Ok(())
@@ -458,39 +405,23 @@ fn with_containers(
     Ok(config)
 }
 
-/// The configuration with a tensor scale that parameters share.
-fn with_shared_scale(config: Fp4Config, paths: &[&str]) -> Result<Fp4Config, Fp4Error> {
-    let no_siblings = |path: &str| {
-        let others = paths.iter().filter(|other| **other != path).copied();
-        let others = others.collect::<Vec<_>>().join("`, `");
-        let problem = format!(
-            "its tensor scale cannot be shared with `{others}`, as only siblings share one; say \
-             `together = false`"
-        );
-        Err(impossible(path, &problem))
-    };
-    let mut siblings = Vec::with_capacity(paths.len());
-    let mut places = BTreeSet::new();
-    for &path in paths {
-        let Some((module, name)) = path.rsplit_once('.') else { return no_siblings(path) };
-        let (parent, sibling) = module.rsplit_once('.').unwrap_or(("", module));
-        places.insert((parent, name));
-        siblings.push(sibling.to_owned());
+/// The configuration with a tensor scale that parameters share: as siblings, as in other layers, or
+/// by the whole names of their modules.
+fn with_shared_scale<'p>(mut config: Fp4Config, paths: impl Iterator<Item = &'p str>) -> Fp4Config {
+    let module = |path: &'p str| path.rsplit_once('.').map_or(path, |(module, _)| module);
+    let modules: Vec<&str> = paths.map(module).collect();
+    let parts = modules.iter().map(|&one| one.rsplit_once('.').unwrap_or(("", one)));
+    let (parents, siblings): (BTreeSet<&str>, Vec<&str>) = parts.unzip();
+    if config.share_scale.iter().any(|group| *group == siblings) && parents.len() == 1 {
+        return config;
     }
-    let of_these = |group: &&Vec<String>| group.iter().any(|one| siblings.contains(one));
-    match config.share_scale.iter().find(of_these) {
-        _ if places.len() > 1 => no_siblings(paths[0]),
-        Some(group) if *group == siblings => Ok(config),
-        Some(group) => {
-            let [group, siblings] = [group, &siblings].map(|names| names.join(", "));
-            let problem = format!(
-                "the siblings that share its tensor scale are others than in another layer: \
-                 expected `{group}`, found `{siblings}`"
-            );
-            Err(impossible(paths[0], &problem))
-        }
-        None => Ok(config.share_scale(siblings)),
+    let known = |name: &&str| config.share_scale.iter().flatten().any(|one| one == name);
+    if parents.len() > 1 || siblings.iter().any(known) {
+        // The first list with a name counts.
+        config.share_scale.insert(0, modules.into_iter().map(str::to_owned).collect());
+        return config;
     }
+    config.share_scale(siblings)
 }
 
 #[cfg(test)]
@@ -500,7 +431,7 @@ mod tests {
     #[test]
     fn parameters_that_are_tied_in_a_row_take_one_tensor() {
         let paths = ["a.weight", "b.weight", "c.weight", "d.weight"];
-        let known = paths.map(|path| Known { path, container: "Linear", shape: &[64, 64] });
+        let known = paths.map(|path| (path, "Linear", &[64, 64][..]));
         let map = CheckpointMap::new().tie("a.weight", "b.weight").tie("b.weight", "c.weight");
         let files = Files::new(&known, &map).expect("files");
         let names = files.model.weights.iter().map(|weight| weight.name.as_str());
@@ -509,22 +440,13 @@ mod tests {
     }
 
     #[test]
-    fn siblings_that_share_a_tensor_scale_are_the_same_in_every_layer() {
-        let config =
-            with_shared_scale(Fp4Config::nvfp4(), &["0.q.weight", "0.k.weight"]).expect("siblings");
+    fn layers_that_are_no_siblings_share_a_tensor_scale_by_their_whole_names() {
+        let mut config = Fp4Config::nvfp4();
+        for paths in [["0.q.weight", "0.k.weight"], ["1.q.weight", "1.k.weight"]] {
+            config = with_shared_scale(config, paths.into_iter());
+        }
         assert_eq!(config.share_scale, [["q", "k"]]);
-        let again =
-            with_shared_scale(config.clone(), &["1.q.weight", "1.k.weight"]).expect("the same");
-        assert_eq!(again.share_scale.len(), 1);
-        let says =
-            |paths: &[&str]| match with_shared_scale(config.clone(), paths).expect_err("others") {
-                Fp4Error::RecipeParameter { path, problem } => (path, problem),
-                error => panic!("{error}"),
-            };
-        let (path, problem) = says(&["1.q.weight", "1.k.weight", "1.v.weight"]);
-        assert_eq!(path, "1.q.weight");
-        assert!(problem.ends_with("expected `q, k`, found `q, k, v`"), "{problem}");
-        let (_, problem) = says(&["1.q.weight", "2.k.weight"]);
-        assert!(problem.contains("as only siblings share one"), "{problem}");
+        config = with_shared_scale(config, ["2.q.weight", "3.k.weight"].into_iter());
+        assert_eq!(config.share_scale, [["2.q", "3.k"], ["q", "k"]]);
     }
 }

@@ -5,12 +5,13 @@ use std::collections::BTreeSet;
 use burn::tensor::DType;
 use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError};
+use burn_fp4_policy::Patterns;
 
-use crate::config::{Fp4Config, Indivisible, Unused};
+use crate::config::{Fp4Config, Unused};
 use crate::error::Fp4Error;
 use crate::report::Reason;
 use crate::walk::parameters::Parameter;
-use crate::walk::patterns::Patterns;
+use crate::walk::policy::{check_no_budget, names};
 
 /// A parameter quantized or kept.
 #[derive(Debug, Clone)]
@@ -104,12 +105,12 @@ impl Selection {
     }
 }
 
-/// How a selected parameter is to be quantized, or why the configuration lets it be skipped.
+/// How a selected parameter is to be quantized.
 pub(crate) fn plan_selected(
     parameter: &Parameter,
     scheme: &Fp4Scheme,
     config: &Fp4Config,
-) -> Result<Result<WeightPlan, Reason>, Fp4Error> {
+) -> Result<WeightPlan, Fp4Error> {
     let Parameter { path, container, shape, .. } = parameter;
     let container = config.containers.iter().find(|known| known.name == *container);
     let container = container.expect("only parameters of known containers are selected");
@@ -121,15 +122,8 @@ pub(crate) fn plan_selected(
             rank: shape.len(),
         });
     }
-    match plan_along(parameter, container.axis, scheme) {
-        Ok(plan) => Ok(Ok(plan)),
-        Err(OpsError::Indivisible { axis, length, block_size })
-            if config.indivisible == Indivisible::Skip =>
-        {
-            Ok(Err(Reason::Indivisible { axis, length, block_size }))
-        }
-        Err(problem) => Err(Fp4Error::at(path, problem)),
-    }
+    let plan = plan_along(parameter, container.axis, scheme);
+    plan.map_err(|problem| Fp4Error::at(path, problem))
 }
 
 /// How a configuration quantizes parameters along these axes, whether it selects them or not.
@@ -140,12 +134,15 @@ pub(crate) fn plans_as<'a>(
     parameters: impl Iterator<Item = (&'a Parameter, usize)>,
     config: &Fp4Config,
 ) -> Result<Vec<WeightPlan>, Fp4Error> {
-    let patterns = Patterns::new(config)?;
+    check_no_budget(config)?;
+    let patterns = Patterns::new(config.overrides.iter().map(|one| &one.pattern))?;
     let mut plans = Vec::new();
     let mut used = BTreeSet::new();
     for (parameter, axis) in parameters {
-        used.extend(patterns.overrides_of(&parameter.path));
-        let scheme = patterns.scheme(&parameter.path, config);
+        let matches: Vec<usize> = patterns.matches(names(parameter)).collect();
+        let last = matches.iter().max().map(|&at| config.overrides[at].change);
+        let scheme = last.map_or(config.scheme, |change| change.of(&config.scheme));
+        used.extend(matches);
         scheme.validate().map_err(OpsError::from)?;
         let plan = plan_along(parameter, axis, &scheme);
         plans.push(plan.map_err(|problem| Fp4Error::at(&parameter.path, problem))?);

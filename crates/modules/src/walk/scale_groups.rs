@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 
 use burn_fp4_ops::search::{Method, Sse};
 use burn_fp4_ops::{Fp4Scheme, TensorScaling};
+use burn_fp4_policy::Family;
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
-use crate::report::Reason;
 use crate::walk::parameters::Parameter;
+use crate::walk::policy::family;
 
 /// The groups of weights that share a tensor scale.
 pub(crate) struct ScaleGroups {
@@ -32,59 +33,65 @@ impl ScaleGroups {
     }
 }
 
-/// Divides the selected parameters, those without a reason to be kept, into groups.
+/// Divides the selected parameters, of which there are schemes, into groups.
 ///
 /// # Errors
 /// [`Fp4Error::SharedScale`] if members of a group have other schemes, or tensor scales that cannot
 /// be shared.
 pub(crate) fn shared_scales(
     parameters: &[Parameter],
-    reasons: &[Option<Reason>],
-    schemes: &[Fp4Scheme],
+    schemes: &[Option<Fp4Scheme>],
     config: &Fp4Config,
 ) -> Result<ScaleGroups, Fp4Error> {
-    let mut members: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    for (at, parameter) in parameters.iter().enumerate() {
-        if reasons[at].is_some() {
-            continue;
-        }
-        let components: Vec<_> = parameter.path.split('.').collect();
-        let [parents @ .., sibling, name] = components.as_slice() else { continue };
-        let group = config.share_scale.iter().find(|group| group.iter().any(|one| one == sibling));
-        if let Some(group) = group {
-            let parent = parents.join(".");
-            let group = format!("{parent}.{{{}}}.{name}", group.join(","));
-            members.entry(group.trim_start_matches('.').to_owned()).or_default().push(at);
+    let mut families: BTreeMap<Family<'_>, Vec<usize>> = BTreeMap::new();
+    for (at, parameter) in parameters.iter().enumerate().filter(|(at, _)| schemes[*at].is_some()) {
+        if let Some(family) = family(parameter, config) {
+            families.entry(family).or_default().push(at);
         }
     }
     let mut lone = Vec::new();
-    members.retain(|group, members| {
+    let mut of = BTreeMap::new();
+    for (Family { parent, list, parameter }, members) in families {
+        let group = format!("{parent}{{{}}}.{parameter}", config.share_scale[list].join(","));
         if let [at] = members[..] {
             let path = &parameters[at].path;
             lone.push(format!(
                 "`{path}` has a tensor scale of its own: nothing else of {group} is selected"
             ));
+            continue;
         }
-        members.len() > 1
-    });
-    for members in members.values() {
-        for &at in members {
-            let refuse =
-                |reason| Err(Fp4Error::SharedScale { path: parameters[at].path.clone(), reason });
-            if schemes[at].tensor_scale != TensorScaling::Tensor {
-                return refuse("its scheme has one per row or a given one");
-            }
-            if schemes[at].method == Method::Sse(Sse::TensorScale) {
-                return refuse("its method, sse-tensor-scale, chooses one for every weight");
-            }
-            if schemes[at] != schemes[members[0]] {
-                return refuse("its scheme is not that of its siblings");
-            }
+        let scaled = |&at: &usize| schemes[at].is_some_and(|one| one.format().row().tensor_scale);
+        if members.iter().any(scaled) {
+            check(parameters, &members, schemes)?;
+        } else if members.iter().any(|&at| schemes[at] != schemes[members[0]]) {
+            // They have nothing to share.
+            continue;
+        }
+        of.extend(members.into_iter().map(|at| (at, group.clone())));
+    }
+    Ok(ScaleGroups { of, lone })
+}
+
+/// Checks that parameters can share a tensor scale.
+fn check(
+    parameters: &[Parameter],
+    members: &[usize],
+    schemes: &[Option<Fp4Scheme>],
+) -> Result<(), Fp4Error> {
+    let first = schemes[members[0]];
+    for &at in members {
+        let Some(scheme) = schemes[at] else { continue };
+        let refuse =
+            |reason| Err(Fp4Error::SharedScale { path: parameters[at].path.clone(), reason });
+        if scheme.tensor_scale != TensorScaling::Tensor {
+            return refuse("its scheme has one per row or a given one");
+        }
+        if scheme.method == Method::Sse(Sse::TensorScale) {
+            return refuse("its method, sse-tensor-scale, chooses one for every weight");
+        }
+        if first != Some(scheme) {
+            return refuse("its scheme is not that of its siblings");
         }
     }
-    let of = members
-        .into_iter()
-        .flat_map(|(group, at)| at.into_iter().map(move |at| (at, group.clone())))
-        .collect();
-    Ok(ScaleGroups { of, lone })
+    Ok(())
 }

@@ -1,16 +1,17 @@
 //! One walk over a module that decides about every float parameter.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use burn::module::Module;
 use burn_fp4_ops::OpsError;
+use burn_fp4_policy::{Decision as Decided, Reason as Why};
 
-use crate::config::{Fp4Config, Unused};
+use crate::config::{Fp4Config, Indivisible, Unused};
 use crate::error::Fp4Error;
 use crate::report::Reason;
 use crate::walk::parameters::{Parameter, Walk};
-use crate::walk::patterns::{Patterns, unused_containers};
 use crate::walk::plan::{Decision, Selection, plan_selected};
+use crate::walk::policy::{check_no_budget, decide, is_chosen, unused_containers, unused_patterns};
 use crate::walk::scale_groups::shared_scales;
 
 /// Decides about every float parameter of a module, which initializes them.
@@ -21,37 +22,41 @@ use crate::walk::scale_groups::shared_scales;
 /// [`Fp4Error::NothingSelected`] with the reasons; [`Fp4Error::Unused`]; [`Fp4Error::Sensitivity`]
 /// for a budget, which is not a decision about each parameter yet.
 pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Selection, Fp4Error> {
-    let patterns = Patterns::new(config)?;
+    check_no_budget(config)?;
     let parameters = Walk::over_values(module).parameters;
-    let mut reasons: Vec<Option<Reason>> =
-        parameters.iter().map(|parameter| refusal(parameter, config, &patterns)).collect();
-    keep_layers(&parameters, &mut reasons, config);
-    let schemes: Vec<_> =
-        parameters.iter().map(|parameter| patterns.scheme(&parameter.path, config)).collect();
-    for (scheme, _) in schemes.iter().zip(&reasons).filter(|(_, reason)| reason.is_none()) {
-        scheme.validate().map_err(OpsError::from)?;
-    }
-    let groups = shared_scales(&parameters, &reasons, &schemes, config)?;
-    let mut unused = patterns.unused(&parameters, &reasons, config);
+    let unfit: Vec<Option<Reason>> = parameters
+        .iter()
+        .map(|parameter| parameter.attached().or_else(|| unfit(parameter, config)))
+        .collect();
+    let fits: Vec<bool> = unfit.iter().map(Option::is_none).collect();
+    let decided = decide(&parameters, &fits, config)?;
+    let schemes: Vec<_> = decided
+        .iter()
+        .map(|decision| match decision {
+            Decided::Quantize { scheme, .. } => Some(*scheme),
+            Decided::Keep(_) => None,
+        })
+        .collect();
+    let groups = shared_scales(&parameters, &schemes, config)?;
+    let mut unused = unused_patterns(&parameters, &decided, config)?;
     unused.extend(unused_containers(&parameters, config));
 
     let mut decisions = Vec::with_capacity(parameters.len());
-    for (index, (parameter, reason)) in parameters.into_iter().zip(reasons).enumerate() {
-        let decision = match reason {
-            Some(reason) => Decision::Keep(reason),
-            None => match plan_selected(&parameter, &schemes[index], config)? {
-                Ok(mut plan) => {
-                    plan.shares = groups.of.get(&index).cloned();
-                    Decision::Quantize(plan)
-                }
-                Err(reason) => Decision::Keep(reason),
-            },
+    for (at, (parameter, decided)) in parameters.into_iter().zip(decided).enumerate() {
+        let decision = match (&unfit[at], decided) {
+            (Some(reason), _) => Decision::Keep(reason.clone()),
+            (None, Decided::Keep(reason)) => Decision::Keep(kept(&parameter, reason, config)?),
+            (None, Decided::Quantize { scheme, .. }) => {
+                let mut plan = plan_selected(&parameter, &scheme, config)?;
+                plan.shares = groups.of.get(&at).cloned();
+                Decision::Quantize(plan)
+            }
         };
         decisions.push((parameter, decision));
     }
     let mut selection = Selection { decisions, unused };
     if selection.plans().next().is_none() {
-        return Err(nothing_selected(&selection, config, &patterns));
+        return Err(nothing_selected(&selection, config));
     }
     selection.unused.extend(groups.unused(config));
     if config.unused == Unused::Error && !selection.unused.is_empty() {
@@ -75,13 +80,8 @@ pub(crate) fn planned_axes<M: Module>(
     Ok(plans.map(|(_, parameter, plan)| (parameter.path.clone(), plan.layout.axis)).collect())
 }
 
-fn nothing_selected(selection: &Selection, config: &Fp4Config, patterns: &Patterns) -> Fp4Error {
-    let is_quantized = |(parameter, decision): &&(Parameter, Decision)| {
-        matches!(decision, Decision::Keep(Reason::AlreadyQuantized))
-            && unselected(parameter, config, patterns).is_none()
-    };
-    let quantized = selection.decisions.iter().filter(is_quantized);
-    let quantized: Vec<_> = quantized.map(|(parameter, _)| parameter.path.clone()).collect();
+fn nothing_selected(selection: &Selection, config: &Fp4Config) -> Fp4Error {
+    let quantized = quantized_already(selection, config);
     if !quantized.is_empty() {
         return Fp4Error::AlreadyQuantized(quantized);
     }
@@ -93,50 +93,50 @@ fn nothing_selected(selection: &Selection, config: &Fp4Config, patterns: &Patter
     Fp4Error::NothingSelected(reasons.chain(unused).collect())
 }
 
-/// Why a parameter is not selected, before layers at the ends are kept.
-fn refusal(parameter: &Parameter, config: &Fp4Config, patterns: &Patterns) -> Option<Reason> {
-    parameter.attached().or_else(|| unselected(parameter, config, patterns))
+/// The paths of weights that would be selected if they were not quantized already.
+fn quantized_already(selection: &Selection, config: &Fp4Config) -> Vec<String> {
+    let quantized = selection.decisions.iter().filter_map(|(parameter, decision)| match decision {
+        Decision::Keep(Reason::AlreadyQuantized) => Some(parameter.clone()),
+        Decision::Keep(_) | Decision::Quantize(_) => None,
+    });
+    let quantized: Vec<Parameter> = quantized.collect();
+    let fits: Vec<bool> = quantized.iter().map(|one| unfit(one, config).is_none()).collect();
+    let all = Fp4Config { keep_first: 0, keep_last: 0, ..config.clone() };
+    let chosen = decide(&quantized, &fits, &all).unwrap_or_default();
+    let chosen = quantized.into_iter().zip(chosen).filter(|(_, decision)| is_chosen(decision));
+    chosen.map(|(parameter, _)| parameter.path).collect()
 }
 
-/// Why a configuration does not select a parameter, whatever is attached to it.
-fn unselected(parameter: &Parameter, config: &Fp4Config, patterns: &Patterns) -> Option<Reason> {
+/// Why no configuration of these containers could select a parameter, whatever is attached to it.
+fn unfit(parameter: &Parameter, config: &Fp4Config) -> Option<Reason> {
     if parameter.shape.len() < 2 {
         return Some(Reason::Rank);
     }
     if !config.containers.iter().any(|container| container.name == parameter.container) {
         return Some(Reason::Container);
     }
-    if parameter.shape.contains(&0) {
-        return Some(Reason::Empty);
-    }
-    if !patterns.includes(&parameter.path) {
-        return Some(Reason::NotIncluded);
-    }
-    if let Some(pattern) = patterns.excluded_by(&parameter.path) {
-        return Some(Reason::Excluded { pattern: config.exclude[pattern].clone() });
-    }
-    None
+    parameter.shape.contains(&0).then_some(Reason::Empty)
 }
 
-/// Keeps the first and last layers dense; see [`Fp4Config::keep_first`].
-fn keep_layers(parameters: &[Parameter], reasons: &mut [Option<Reason>], config: &Fp4Config) {
-    let selected: Vec<_> = (0..parameters.len()).filter(|&at| reasons[at].is_none()).collect();
-    let mut lengths: BTreeMap<&str, usize> = BTreeMap::new();
-    for (list, index) in parameters.iter().filter_map(|parameter| parameter.list.as_ref()) {
-        let length = lengths.entry(list).or_default();
-        *length = (*length).max(index + 1);
-    }
-    let lists_matter = selected.iter().any(|&at| parameters[at].list.is_some());
-    for (order, &at) in selected.iter().enumerate() {
-        let (layer, layers) = match &parameters[at].list {
-            Some((list, index)) => (*index, lengths[list.as_str()]),
-            None if lists_matter => continue,
-            None => (order, selected.len()),
-        };
-        if layer < config.keep_first {
-            reasons[at] = Some(Reason::FirstLayers { layer });
-        } else if layer + config.keep_last >= layers {
-            reasons[at] = Some(Reason::LastLayers { layer });
+/// Why a parameter that fits is kept.
+///
+/// # Errors
+/// [`Fp4Error::Parameter`] if blocks do not divide it, unless the configuration says to skip it.
+fn kept(parameter: &Parameter, reason: Why, config: &Fp4Config) -> Result<Reason, Fp4Error> {
+    Ok(match reason {
+        Why::Asked(pattern) => Reason::Excluded { pattern },
+        Why::Layer(layer) if layer < config.keep_first => Reason::FirstLayers { layer },
+        Why::Layer(layer) => Reason::LastLayers { layer },
+        Why::Columns { cols: length, of: block_size } => {
+            let container = config.containers.iter().find(|one| one.name == parameter.container);
+            let axis = container.expect("it is in a container").axis;
+            if config.indivisible == Indivisible::Error {
+                let problem = OpsError::Indivisible { axis, length, block_size };
+                return Err(Fp4Error::at(&parameter.path, problem));
+            }
+            Reason::Indivisible { axis, length, block_size }
         }
-    }
+        // The only other choice of a configuration.
+        _ => Reason::NotIncluded,
+    })
 }

@@ -1,5 +1,5 @@
-//! Lists of modules that are not quantized, and of those that are: how each producer writes a
-//! pattern, and the same pattern in another's words.
+//! [`Pattern`]: a pattern of module names as each producer writes it, and the same pattern in
+//! another's words.
 //!
 //! | syntax | example | matches | who |
 //! |---|---|---|---|
@@ -9,6 +9,7 @@
 //! | glob (`fnmatch`) | `*.mlp.gate` | `*` any text, `?` one character, `[ab]` a or b | ModelOpt |
 //! | regular expression | `re:.*gate$` | names, from their start on | compressed-tensors, Quark |
 //! | container | `model.layers.0.` | the modules within | miles |
+//! | components | `**.output.*` | `**.` any number of components, also none | recipes |
 //! | unmarked | `model.layers.*.mlp` | a regular expression, from the start on | transformers |
 //!
 //! Sources: `convert_hf_config.py` of ModelOpt, `utils/match.py` of compressed-tensors
@@ -18,7 +19,7 @@ use std::fmt;
 
 use regex::{Regex, RegexBuilder};
 
-use crate::error::CheckpointError;
+use crate::error::PolicyError;
 
 /// Most bytes of a compiled expression, of which a file may have many: names of modules take a
 /// few thousand, `a{9999}` some million.
@@ -27,16 +28,19 @@ const MOST: usize = 1 << 20;
 /// Characters that make a text without a mark a regular expression: names have none of them.
 const OPERATORS: [char; 10] = ['*', '+', '?', '\\', '[', '(', '{', '|', '$', '^'];
 
+/// Any number of components between two dots.
+const COMPONENTS: &str = ".**.";
+
 /// A pattern of module names.
 ///
 /// ```
-/// use burn_fp4_checkpoints::{Pattern, Syntax};
+/// use burn_fp4_policy::{Pattern, Syntax};
 ///
 /// let pattern = Pattern::parse("model.layers.1*", Syntax::Glob);
 /// let matcher = pattern.matcher()?;
 /// assert!(matcher.matches("model.layers.10.mlp") && !matcher.matches("model.layers.2"));
 /// assert_eq!(pattern.write(Syntax::Regex).as_deref(), Some(r"re:model\.layers\.1.*"));
-/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// # Ok::<(), burn_fp4_policy::PolicyError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Pattern {
@@ -61,6 +65,8 @@ pub enum Syntax {
     Regex,
     /// Exact names, `re:` and globs: Quark.
     Both,
+    /// The same, and `**.` for any number of components: [recipes](crate#patterns).
+    Recipe,
     /// Exact names, and containers by a dot at the end: miles.
     Names,
     /// Regular expressions without a mark, which names without operators are too: transformers'
@@ -76,11 +82,14 @@ impl Pattern {
         match (text.strip_prefix("re:"), syntax) {
             (None, Syntax::Unmarked) if text.contains(OPERATORS) => return Self::Regex(owned),
             (_, Syntax::Unmarked) => return Self::PrefixStar(owned),
-            (Some(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
+            (Some(regex), Syntax::Regex | Syntax::Both | Syntax::Recipe | Syntax::Names) => {
                 return Self::Regex(regex.to_owned());
             }
             (Some(_), Syntax::Glob) | (None, Syntax::Regex) => return Self::Exact(owned),
-            (None, Syntax::Glob | Syntax::Both | Syntax::Names) => {}
+            (None, Syntax::Recipe) if format!(".{text}").contains(COMPONENTS) => {
+                return Self::Regex(format!("{}$", regex_of_components(text)));
+            }
+            (None, Syntax::Glob | Syntax::Both | Syntax::Recipe | Syntax::Names) => {}
         }
         if let Some(container) = text.strip_suffix('.') {
             return Self::Within(container.to_owned());
@@ -91,13 +100,6 @@ impl Pattern {
             _ if text.contains(wild) => Self::Glob(owned),
             _ => Self::Exact(owned),
         }
-    }
-
-    /// Parses the texts of a list in a config, and leaves out all other values.
-    pub(crate) fn list(list: Option<&serde_json::Value>, syntax: Syntax) -> Vec<Self> {
-        let items = list.and_then(serde_json::Value::as_array).into_iter().flatten();
-        let texts = items.filter_map(serde_json::Value::as_str);
-        texts.map(|text| Self::parse(text, syntax)).collect()
     }
 
     /// The pattern as a producer writes it, if it can.
@@ -111,14 +113,18 @@ impl Pattern {
             }
             (_, Syntax::Unmarked) => return Some(self.regex()),
             (Self::Regex(regex), Syntax::Glob) => star_of(regex),
-            (Self::Regex(regex), Syntax::Regex | Syntax::Both | Syntax::Names) => {
+            (Self::Regex(regex), Syntax::Regex | Syntax::Both | Syntax::Recipe | Syntax::Names) => {
                 return Some(format!("re:{regex}"));
             }
             (Self::Exact(name), _) => Some(name.clone()),
-            (Self::PrefixStar(prefix), Syntax::Glob | Syntax::Both) => Some(format!("{prefix}*")),
-            (Self::Within(name), Syntax::Glob | Syntax::Both) => Some(format!("{name}.*")),
+            (Self::PrefixStar(prefix), Syntax::Glob | Syntax::Both | Syntax::Recipe) => {
+                Some(format!("{prefix}*"))
+            }
+            (Self::Within(name), Syntax::Glob | Syntax::Both | Syntax::Recipe) => {
+                Some(format!("{name}.*"))
+            }
             (Self::Within(name), Syntax::Names) => Some(format!("{name}.")),
-            (Self::Glob(glob), Syntax::Glob | Syntax::Both) => Some(glob.clone()),
+            (Self::Glob(glob), Syntax::Glob | Syntax::Both | Syntax::Recipe) => Some(glob.clone()),
             (_, Syntax::Regex | Syntax::Names) => None,
         };
         // A name may have characters that are operators there: `a*` of compressed-tensors.
@@ -156,7 +162,7 @@ impl Pattern {
     /// # Errors
     /// A regular expression that is none, or asks for what finite automata cannot do (look-around,
     /// back references).
-    pub fn matcher(&self) -> Result<Matcher, CheckpointError> {
+    pub fn matcher(&self) -> Result<Matcher, PolicyError> {
         match self {
             Self::Exact(name) => Ok(Matcher(Kind::Exact(name.clone()))),
             Self::PrefixStar(prefix) => Ok(Matcher(Kind::Prefix(prefix.clone()))),
@@ -168,7 +174,7 @@ impl Pattern {
                     .build();
                 regex.map(|regex| Matcher(Kind::Regex(regex))).map_err(|source| {
                     let source = Box::new(source);
-                    CheckpointError::Pattern { pattern: self.to_string(), source }
+                    PolicyError::Pattern { pattern: self.to_string(), source }
                 })
             }
         }
@@ -199,6 +205,11 @@ enum Kind {
 }
 
 impl Matcher {
+    /// Makes a glob ready to match names.
+    pub fn of_glob(glob: &str) -> Self {
+        Pattern::parse(glob, Syntax::Glob).matcher().expect("a glob is an expression")
+    }
+
     /// Returns true if the pattern matches a name.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
@@ -244,6 +255,18 @@ fn star_of(regex: &str) -> Option<String> {
         }
     }
     Some(format!("{leading}{literal}{trailing}"))
+}
+
+/// The expression of a glob in which `**.` is any number of components.
+fn regex_of_components(glob: &str) -> String {
+    let mut glob = format!(".{glob}");
+    while glob.contains(".**.**.") {
+        glob = glob.replace(".**.**.", COMPONENTS);
+    }
+    let parts: Vec<_> = glob.split(COMPONENTS).map(regex_of_glob).collect();
+    // The dot before the name is not part of it.
+    let regex = parts.join("\\.(?:.*\\.)?");
+    regex["\\.".len()..].to_owned()
 }
 
 /// `fnmatch.translate` of Python.
@@ -294,7 +317,7 @@ mod tests {
 
     fn check(text: &str, syntax: Syntax, hits: &[&str], misses: &[&str]) {
         let pattern = Pattern::parse(text, syntax);
-        let others = [Syntax::Glob, Syntax::Regex, Syntax::Both, Syntax::Names];
+        let others = [Syntax::Glob, Syntax::Regex, Syntax::Both, Syntax::Recipe, Syntax::Names];
         let same =
             others.iter().filter_map(|&other| Some(Pattern::parse(&pattern.write(other)?, other)));
         for pattern in [pattern.clone()].into_iter().chain(same) {
@@ -339,6 +362,17 @@ mod tests {
     }
 
     #[test]
+    fn two_stars_and_a_dot_are_any_number_of_components_in_a_recipe_alone() {
+        let output = ["output.weight", "a.output.weight", "a.b.output.x.weight"];
+        check("**.output.*", Syntax::Recipe, &output, &["output", "a.xoutput.weight"]);
+        check("a.**.b", Syntax::Recipe, &["a.b", "a.x.b", "a.x.y.b"], &["a.xb", "xa.b", "a.b.c"]);
+        check("**.**.a", Syntax::Recipe, &["a", "x.a", "x.y.a"], &["xa"]);
+        check("a.**", Syntax::Recipe, &["a.b", "a.b.c"], &["a", "ab.c"]);
+        check("*.a", Syntax::Recipe, &["x.a", "x.y.a"], &["a"]);
+        check("**.a", Syntax::Glob, &["x.a"], &["a"]);
+    }
+
+    #[test]
     fn names_of_operators_are_no_operators_elsewhere() {
         check("a*", Syntax::Regex, &["a*"], &["ab", "a"]);
         check("re:a.", Syntax::Glob, &["re:a."], &["ab", "re:a", "re:ab"]);
@@ -356,6 +390,6 @@ mod tests {
         assert_eq!(regex.write(Syntax::Glob), None);
         assert_eq!(regex.write(Syntax::Both).as_deref(), Some("re:.*(a|b)_proj"));
         let look = Pattern::Regex("(?!a)b".to_owned());
-        assert!(matches!(look.matcher(), Err(CheckpointError::Pattern { .. })));
+        assert!(matches!(look.matcher(), Err(PolicyError::Pattern { .. })));
     }
 }

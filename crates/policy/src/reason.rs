@@ -83,16 +83,16 @@ impl Reason {
 
     /// Returns true if a list of reasons names one of the two: only their layers, or the weights
     /// that they run with, differ.
-    pub(super) fn is_like(&self, other: &Self) -> bool {
+    pub fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Layer(_), Self::Layer(_)) | (Self::With(_), Self::With(_)) => true,
             _ => self == other,
         }
     }
 
-    /// How close the weight came to being quantized, as the place in a line: first is what is
-    /// asked for and does not fit, last is what no one would quantize.
-    pub(super) fn place(&self) -> usize {
+    /// Returns how far the weight is from being quantized: 0 for a weight that is asked for and
+    /// does not fit, the largest number for one that nobody would quantize.
+    pub fn place(&self) -> usize {
         match self {
             Self::Columns { .. } | Self::Smoothed => 0,
             Self::Transposed(_) | Self::CannotHold { .. } => 0,

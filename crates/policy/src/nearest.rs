@@ -9,7 +9,7 @@ const WILD: [char; 2] = ['*', '?'];
 
 /// Finds the pattern nearest to one that matches no name: its words spelt as the names have them,
 /// and with wild cards around them. `matches` tells whether a pattern matches any name.
-pub(super) fn nearest(
+pub(crate) fn nearest(
     names: &[&str],
     pattern: &str,
     matches: impl Fn(&str) -> bool,
@@ -62,13 +62,13 @@ fn respelt(known: &BTreeSet<&str>, word: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::patterns::{Pattern, Syntax};
+    use crate::pattern::{Pattern, Syntax};
 
     #[test]
     fn a_pattern_is_spelt_as_the_names_are() {
         let names = ["lm_head.weight", "model.layers.0.mlp.up_proj.weight", "a.o_proj.weight"];
         let matches = |pattern: &str| {
-            let matcher = Pattern::parse(pattern, Syntax::Both).matcher().expect("a pattern");
+            let matcher = Pattern::parse(pattern, Syntax::Recipe).matcher().expect("a pattern");
             let module = |name: &str| matcher.matches(name.trim_end_matches(".weight"));
             names.iter().any(|name| matcher.matches(name) || module(name))
         };

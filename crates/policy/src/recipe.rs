@@ -1,30 +1,26 @@
 //! [`Recipe`]: the choices for the weights of a model, as a TOML file.
 //!
-//! This file turns the entries of a recipe into schemes. The command `fp4` and Burn modules match
-//! the names of their weights with the entries.
+//! This file turns the entries of a recipe into schemes; `decide.rs` matches names with them.
 
 use core::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use burn_fp4_formats::Fp4Format;
+use burn_fp4_search::formats::Fp4Format;
+use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use serde::{Deserialize, Serialize};
 
 use crate::error::RecipeError;
-use crate::method::Method;
-use crate::rule::ScaleRule;
-use crate::scheme::Fp4Scheme;
 
 /// Holds the choices for the weights of a model: the TOML file of `fp4 quantize --recipe`, which
 /// Burn modules can use too. Keys are the names of the fields, with dashes.
 ///
 /// Weights have their names in a checkpoint, `model.layers.0.mlp.up_proj.weight`, or the names of
-/// their modules, without `.weight`. In lists of names `*` and `?` are wild cards and match a whole
-/// name; `re:` begins a regular expression that matches from the start of a name.
+/// their modules, without `.weight`. Lists of names hold [patterns](crate#patterns).
 ///
 /// ```
-/// use burn_fp4_search::formats::Fp4Format;
-/// use burn_fp4_search::{Method, Recipe};
+/// use burn_fp4_policy::Recipe;
+/// use burn_fp4_policy::search::{Method, formats::Fp4Format};
 ///
 /// let recipe = Recipe::parse(
 ///     r#"
@@ -44,7 +40,7 @@ use crate::scheme::Fp4Scheme;
 /// assert_eq!((down.format(), down.method), (Fp4Format::MxFp4, Method::Amax));
 /// assert_eq!(schemes[1], None);
 /// assert_eq!(Recipe::parse(&recipe.to_toml()?)?, recipe);
-/// # Ok::<(), burn_fp4_search::RecipeError>(())
+/// # Ok::<(), burn_fp4_policy::RecipeError>(())
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]

@@ -5,10 +5,9 @@ use std::str::FromStr;
 
 use serde::Serialize;
 
-use super::reason::Reason;
-use crate::architecture::{Architecture, Role, Roles, matcher};
-use crate::patterns::Matcher;
-use crate::weight::{Value, Weight};
+use crate::pattern::Matcher;
+use crate::reason::Reason;
+use crate::weight::{Role, WeightInfo};
 
 /// Which weights are quantized, by their names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
@@ -81,50 +80,43 @@ impl Preset {
 
     /// Returns true if a weight shares its tensor scale with its family: miles knows pairs of gate
     /// and up, and of these only what is quantized.
-    pub(super) fn shares(self, name: &str) -> bool {
+    pub(crate) fn shares(self, name: &str) -> bool {
         let pair = [".gate_proj.", ".up_proj.", ".w1.", ".w3."];
         self != Self::Miles || pair.iter().any(|part| name.contains(part))
     }
 }
 
 /// The names of a preset, ready to be matched.
-pub(super) struct Names {
+pub(crate) struct Names {
     preset: Preset,
-    roles: Roles,
     /// Names, one of which is asked for, and what a weight is that has none of them.
     asked: Option<(Vec<Matcher>, &'static str)>,
 }
 
 impl Names {
-    pub(super) fn of(preset: Preset, architecture: Architecture) -> Self {
+    pub(crate) fn of(preset: Preset) -> Self {
         let asked: Option<(&[&str], _)> = match preset {
             Preset::AllLinear | Preset::Miles => None,
             Preset::MlpOnly => Some((&MLP, "not a feed-forward network")),
             Preset::ExpertsOnly => Some((&EXPERTS, "not an expert")),
         };
-        let ready = |globs: &[&str]| globs.iter().map(|glob| matcher(glob)).collect();
+        let ready = |globs: &[&str]| globs.iter().map(|glob| Matcher::of_glob(glob)).collect();
         let asked = asked.map(|(globs, what)| (ready(globs), what));
-        Self { preset, roles: architecture.roles(), asked }
+        Self { preset, asked }
     }
 
     /// Finds a reason to keep a matrix.
-    pub(super) fn keeps(&self, weight: &Weight<'_>) -> Option<Reason> {
-        let (name, module) = (&weight.name, weight.module());
+    pub(crate) fn keeps(&self, weight: &WeightInfo<'_>) -> Option<Reason> {
+        let WeightInfo { name, module, .. } = weight;
         if self.preset == Preset::Miles {
-            let floats = matches!(weight.value, Value::Plain(_));
             let expert = MILES_WITHIN.iter().any(|part| name.contains(part))
                 && MILES_ENDS.iter().any(|end| name.ends_with(end));
-            return (!expert || !floats).then_some(Reason::Preset("no expert of miles"));
+            return (!expert || weight.fp8).then_some(Reason::Preset("no expert of miles"));
         }
-        let stacked = ["gate_up_proj", "gate_proj", "up_proj", "down_proj"];
-        let stacked = stacked.iter().any(|end| name.ends_with(&format!("experts.{end}")));
-        if !name.ends_with(".weight") && !stacked {
-            return Some(Reason::Preset("not a layer weight"));
-        }
-        match self.roles.role(module, weight.shape().len()) {
-            Some(Role::Other(what)) => return Some(Reason::Preset(what)),
-            Some(Role::Unlisted(architecture)) => return Some(Reason::Unlisted(architecture)),
-            None => {}
+        match weight.role {
+            Role::Linear => {}
+            Role::Other(what) => return Some(Reason::Preset(what)),
+            Role::Unlisted(architecture) => return Some(Reason::Unlisted(architecture)),
         }
         let (asked, what) = self.asked.as_ref()?;
         (!asked.iter().any(|m| m.matches(module))).then_some(Reason::Preset(what))

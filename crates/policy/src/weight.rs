@@ -1,0 +1,80 @@
+//! [`WeightInfo`] and [`Constraints`]: the facts that decisions are made from.
+
+use burn_fp4_search::formats::Fp4Format;
+
+use crate::families::Family;
+use crate::reason::Reason;
+
+/// Facts about a weight, from its name, shape and owner; its values are not needed.
+#[derive(Debug, Clone, Default)]
+pub struct WeightInfo<'w> {
+    /// Its name, for patterns.
+    pub name: &'w str,
+    /// Name of its module, which patterns may have instead.
+    pub module: &'w str,
+    /// Reason to keep it that no choice overrides.
+    pub unfit: Option<Reason>,
+    /// Its role in the model, by which presets choose.
+    pub role: Role,
+    /// True if it is FP8, which is decoded before it is quantized.
+    pub fp8: bool,
+    /// Number of its layer, and how many layers there are; none outside of layers.
+    pub layer: Option<(usize, usize)>,
+    /// Layers that inference engines fuse with its own.
+    pub family: Option<Family<'w>>,
+    /// Its shape: a matrix, or a stack of matrices with a tensor scale each.
+    pub shape: &'w [usize],
+    /// Columns of each matrix, along which blocks run.
+    pub cols: usize,
+    /// True if the model's parameter is `[inputs, outputs]`.
+    pub transposed: bool,
+}
+
+/// Role of a weight in its model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Role {
+    /// The matrix of a linear layer.
+    #[default]
+    Linear,
+    /// Something else, such as `an embedding`, `a router` or `the output layer`.
+    Other(&'static str),
+    /// Not a known linear layer of the architecture of this name.
+    Unlisted(&'static str),
+}
+
+/// Facts about what reads the quantized weights: the dialect of a file, or a module.
+pub struct Constraints<'c> {
+    /// Name of the dialect, for reasons.
+    pub dialect: &'static str,
+    /// Number that has to divide the columns of a weight in blocks of this size.
+    pub columns: &'c dyn Fn(Fp4Format, usize) -> usize,
+    /// Layers that are fused, unless the recipe says [`together`](crate::Recipe::together).
+    pub fused: Fused,
+    /// True if readers load `[outputs, inputs]` where the model's parameter is `[inputs, outputs]`.
+    pub turns: bool,
+    /// True if there is a place for tensor scales; where not, they are 1.
+    pub tensor_scales: bool,
+}
+
+/// Consequences for layers that inference engines fuse.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fused {
+    /// None: each is for itself.
+    Apart,
+    /// Quantized ones share a tensor scale.
+    Scale,
+    /// They share a tensor scale and a format, and all are kept if one is.
+    Together,
+}
+
+impl<'w> WeightInfo<'w> {
+    /// The names that patterns may have.
+    pub(crate) fn names(&self) -> [&'w str; 2] {
+        [self.name, self.module]
+    }
+
+    /// Returns true unless it is a stack of more than one matrix.
+    pub(crate) fn is_single(&self) -> bool {
+        self.shape.iter().rev().skip(2).product::<usize>() == 1
+    }
+}

@@ -226,7 +226,7 @@ impl Times {
 }
 
 /// Measures each model dense and quantized, with medians of `runs` runs.
-pub fn measure(runs: usize, json: bool) {
+pub(crate) fn measure(runs: usize, json: bool) {
     let device = Device::flex();
     let mut rows = Vec::new();
     for shape in &SHAPES {

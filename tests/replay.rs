@@ -642,13 +642,13 @@ fn a_pass_that_runs_once_hands_its_state_to_the_next() {
         };
         let mut replay = Replay::with_state(Relu::new(), Tensor::zeros([1], &device), add);
         let prompt = replay.run_once(Tensor::ones([5], &device)).expect("a pass");
-        assert_eq!((floats(prompt), replay.recordings()), (vec![5.0], 0), "{name}");
+        assert_eq!((floats(prompt), replay.captures()), (vec![5.0], 0), "{name}");
         assert!(!replay.is_graph());
         for total in [6.0, 7.0] {
             let next = replay.run(Tensor::ones([1], &device)).expect("a pass");
             assert_eq!(floats(next), [total], "{name}");
         }
         let prompt = replay.run_once(Tensor::ones([2], &device)).expect("a pass");
-        assert_eq!((floats(prompt), replay.recordings()), (vec![9.0], 0), "{name}");
+        assert_eq!((floats(prompt), replay.captures()), (vec![9.0], 0), "{name}");
     }
 }

@@ -360,7 +360,7 @@ fn train_linear_has_the_outputs_and_records_of_linear() {
         again.set_step(layer.step());
         assert_eq!(gradient(again.forward(x.clone())), gradient(layer.forward(x.clone())));
         assert_eq!(layer.step(), 3);
-        layer.valid().forward(x.clone().without_autodiff());
+        let _ = layer.valid().forward(x.clone().without_autodiff());
         assert_eq!(layer.step(), 3, "inference draws nothing");
 
         let record = layer.valid().into_record().into_bytes().unwrap();

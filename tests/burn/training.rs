@@ -403,7 +403,7 @@ fn activations_are_rounded_with_their_own_or_a_running_amax() {
         let gradient = floats(tracked.grad(&y.sum().backward()).unwrap());
         assert_eq!(gradient, vec![1.0; 4 * 6 * 32], "{name}");
         let amax = floats(ops::amax(x.clone()).unwrap())[0];
-        quantize.forward(Tensor::from_inner(x.clone() * 3.0));
+        let _ = quantize.forward(Tensor::from_inner(x.clone() * 3.0));
         let valid = quantize.valid();
         let seen = floats(valid.amax.value())[0];
         assert!((seen - 1.5 * amax).abs() < 1e-5 * amax, "{name}: {seen} {amax}");
@@ -412,7 +412,7 @@ fn activations_are_rounded_with_their_own_or_a_running_amax() {
         assert_bits(name, &floats(valid.forward(x.clone())), &expected);
         // Frozen, or off the autodiff device, the amax does not change.
         let frozen = quantize.clone().freeze();
-        frozen.forward(Tensor::from_inner(x.clone() * 9.0));
+        let _ = frozen.forward(Tensor::from_inner(x.clone() * 9.0));
         assert_eq!(floats(frozen.valid().amax.value())[0], seen, "{name}");
         // It travels with records.
         let record = valid.clone().into_record().into_bytes().unwrap();

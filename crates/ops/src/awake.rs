@@ -74,7 +74,9 @@ mod tests {
         let expected = Some((4999 * 5000 / 2, 4999));
         std::thread::scope(|scope| {
             let threads = [(); 3].map(|()| scope.spawn(|| (0..20).map(|_| sum(5000)).max()));
-            threads.map(|thread| assert_eq!(thread.join().unwrap(), Some(expected)));
+            for thread in threads {
+                assert_eq!(thread.join().unwrap(), Some(expected));
+            }
         });
         let panics = || on_awake_threads(|| panic!("a pass"));
         assert!(std::panic::catch_unwind(panics).is_err());

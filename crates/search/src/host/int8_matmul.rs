@@ -375,29 +375,6 @@ fn add_chunk<L: Lanes, const PLAIN: bool, const R: usize, const M: usize>(
     }
 }
 
-/// Exchanges lanes and vectors.
-#[inline(always)]
-fn transposed(mut vectors: [[u32; LANES]; LANES]) -> [[u32; LANES]; LANES] {
-    exchange::<8>(&mut vectors);
-    exchange::<4>(&mut vectors);
-    exchange::<2>(&mut vectors);
-    exchange::<1>(&mut vectors);
-    vectors
-}
-
-/// Exchanges the upper right with the lower left `S` by `S` lanes of every `2 S` by `2 S`.
-#[inline(always)]
-fn exchange<const S: usize>(vectors: &mut [[u32; LANES]; LANES]) {
-    for at in (0..LANES).filter(|at| at & S == 0) {
-        let (upper, lower) = (vectors[at], vectors[at + S]);
-        for lane in 0..LANES {
-            let is_left = lane & S == 0;
-            vectors[at][lane] = if is_left { upper[lane] } else { lower[lane ^ S] };
-            vectors[at + S][lane] = if is_left { upper[lane ^ S] } else { lower[lane] };
-        }
-    }
-}
-
 impl Panel {
     /// Decodes some chunks of 16 packed rows.
     #[inline(always)]
@@ -421,12 +398,14 @@ impl Panel {
                     last = row.last_codes::<W>();
                     &last
                 };
-                codes[lane] = pulp::cast(*row_codes);
+                for (codes, &bytes) in codes.iter_mut().zip(row_codes.as_chunks().0) {
+                    codes[lane] = u32::from_ne_bytes(bytes);
+                }
                 for (scales, &code) in scales.iter_mut().zip(&row.scales[chunk * W..]) {
                     scales[lane] = values[usize::from(code)];
                 }
             }
-            for codes in transposed(codes) {
+            for codes in codes {
                 let elements = lanes.elements(&pulp::cast(codes));
                 for elements in elements {
                     self.elements.push(Bytes(lanes.store_bytes(elements)));

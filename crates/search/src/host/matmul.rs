@@ -23,9 +23,12 @@ const ROWS: usize = 4;
 const INPUTS: usize = 4;
 /// Number of packed rows that are decoded before the input is read again.
 const DECODED: usize = PANEL;
-/// Largest number of channels that are decoded at a time: of `DECODED` rows and of a few rows of
-/// the input they stay in the first-level cache.
-const CHANNELS: usize = 576;
+/// Largest number of channels that are decoded at a time: of a few rows of the input they stay in
+/// the first-level cache, of `DECODED` rows in the second.
+const CHANNELS: usize = 768;
+/// Largest number of rows of the input, whose sums and values stay in the second-level cache, for
+/// which decoded channels are kept.
+const INPUT_ROWS: usize = 64;
 /// Largest number of lanes of f32.
 const LANES: usize = 16;
 /// Number of packed rows decoded side by side if the input is read once.
@@ -118,7 +121,7 @@ impl Memory {
         let [decoded, sums] = match (input.rows <= INPUTS, steps) {
             (true, _) => [0, 0],
             (false, 1) => [DECODED * step, 0],
-            (false, _) => [DECODED * step, DECODED * input.rows * LANES],
+            (false, _) => [DECODED * step, DECODED * INPUT_ROWS * LANES],
         };
         Self { decoded: Aligned::zeros(decoded), sums: Aligned::zeros(sums), step }
     }
@@ -230,9 +233,10 @@ impl Products<'_> {
             let first = first + part * DECODED;
             for row in (0..DECODED.min(outputs - first)).step_by(TOGETHER) {
                 // Rows beyond the last repeat it; their products are not read.
-                let packed: [_; TOGETHER] = from_fn(|index| {
-                    PackedRow::<BLOCKS>::new(weight, last.min(first + row + index), channels)
-                });
+                let packed: [_; TOGETHER] = [
+                    PackedRow::<BLOCKS>::new(weight, first + row, channels),
+                    PackedRow::<BLOCKS>::new(weight, last.min(first + row + 1), channels),
+                ];
                 let sums = straight_dots::<S, BLOCKS, M>(simd, &packed, inputs, distance);
                 for (to, sums) in sums.into_iter().enumerate() {
                     for (index, (sum, packed)) in sums.into_iter().zip(&packed).enumerate() {
@@ -247,40 +251,56 @@ impl Products<'_> {
     #[inline(always)]
     fn decoded<S: Simd, const BLOCKS: usize>(self, simd: S) {
         let Self { input, weight, outputs, channels, first, memory, products } = self;
-        for (part, products) in products.chunks_mut(DECODED * input.rows).enumerate() {
-            let first = first + part * DECODED;
-            let rows = DECODED.min(outputs - first);
-            let mut scales = [0.0; DECODED];
-            let Memory { decoded, sums, step } = &mut *memory;
-            let mut begin = 0;
-            while begin < input.len {
-                let end = input.len.min(begin + *step);
-                let decoded = decoded.slice_mut();
-                for (row, decoded) in decoded.chunks_mut(end - begin).take(rows).enumerate() {
-                    let packed = PackedRow::<BLOCKS>::new(weight, first + row, channels);
-                    scales[row] = packed.tensor_scale;
-                    let groups = decoded.as_chunks_mut().0.iter_mut();
-                    for (group, decoded) in (begin / GROUP..).zip(groups) {
-                        *decoded = packed.group(simd, group);
-                    }
-                }
-                let mut from = 0;
-                while from < input.rows {
-                    // As many sums as there are registers: 32 with AVX-512, else 16.
-                    let wanted = if S::F32_LANES == LANES { 4 } else { 3 };
-                    let tile = if input.rows - from >= wanted { wanted } else { 1 };
-                    for row in (0..rows).step_by(ROWS) {
-                        let place = Place { from, row, rows, begin, end };
-                        let (decoded, sums) = (&decoded[..], sums.slice_mut());
-                        match tile {
-                            4 => place.dots::<S, 4>(simd, decoded, input, sums, &scales, products),
-                            3 => place.dots::<S, 3>(simd, decoded, input, sums, &scales, products),
-                            _ => place.dots::<S, 1>(simd, decoded, input, sums, &scales, products),
+        let block = input.rows.div_ceil(input.rows.div_ceil(INPUT_ROWS));
+        for from in (0..input.rows).step_by(block) {
+            let inputs = from..input.rows.min(from + block);
+            for (part, products) in products.chunks_mut(DECODED * input.rows).enumerate() {
+                let first = first + part * DECODED;
+                let rows = DECODED.min(outputs - first);
+                let mut scales = [0.0; DECODED];
+                let Memory { decoded, sums, step } = &mut *memory;
+                let mut begin = 0;
+                while begin < input.len {
+                    let end = input.len.min(begin + *step);
+                    let decoded = decoded.slice_mut();
+                    for (row, decoded) in decoded.chunks_mut(end - begin).take(rows).enumerate() {
+                        let packed = PackedRow::<BLOCKS>::new(weight, first + row, channels);
+                        scales[row] = packed.tensor_scale;
+                        let groups = decoded.as_chunks_mut().0.iter_mut();
+                        for (group, decoded) in (begin / GROUP..).zip(groups) {
+                            *decoded = packed.group(simd, group);
                         }
                     }
-                    from += tile;
+                    let mut from = inputs.start;
+                    while from < inputs.end {
+                        // As many sums as there are registers: 32 with AVX-512, else 16.
+                        let tile = match (S::F32_LANES == LANES, inputs.end - from) {
+                            (true, 6..) => 6,
+                            (true, 4..) => 4,
+                            (false, 3..) => 3,
+                            (_, 2..) => 2,
+                            _ => 1,
+                        };
+                        for row in (0..rows).step_by(ROWS) {
+                            let place = Place { block: inputs.start, from, row, rows, begin, end };
+                            let (decoded, sums) = (&decoded[..], sums.slice_mut());
+                            match tile {
+                                6 => place
+                                    .dots::<S, 6>(simd, decoded, input, sums, &scales, products),
+                                4 => place
+                                    .dots::<S, 4>(simd, decoded, input, sums, &scales, products),
+                                3 => place
+                                    .dots::<S, 3>(simd, decoded, input, sums, &scales, products),
+                                2 => place
+                                    .dots::<S, 2>(simd, decoded, input, sums, &scales, products),
+                                _ => place
+                                    .dots::<S, 1>(simd, decoded, input, sums, &scales, products),
+                            }
+                        }
+                        from += tile;
+                    }
+                    begin = end;
                 }
-                begin = end;
             }
         }
     }
@@ -288,6 +308,8 @@ impl Products<'_> {
 
 /// Some rows of the input and decoded rows, in some channels.
 struct Place {
+    /// First row of the input whose sums are kept.
+    block: usize,
     from: usize,
     row: usize,
     /// Number of decoded rows.
@@ -308,19 +330,22 @@ impl Place {
         scales: &[f32; DECODED],
         products: &mut [f32],
     ) {
-        let Self { from, row, rows, begin, end } = self;
+        let Self { block, from, row, rows, begin, end } = self;
         // Rows beyond the last repeat it; their products are not read.
-        let weights: [_; ROWS] = from_fn(|index| {
-            let row = (row + index).min(rows - 1);
-            // All lengths are multiples of any vector.
-            S::as_simd_f32s(&decoded[row * (end - begin)..][..end - begin]).0
-        });
-        let inputs: [_; M] =
-            from_fn(|index| S::as_simd_f32s(&input.row(from + index)[begin..end]).0);
+        // All lengths are multiples of any vector.
+        let step = end - begin;
+        let mut weights = [S::as_simd_f32s(&decoded[row * step..][..step]).0; ROWS];
         let len = weights[0].len();
-        let (weights, inputs) = (weights.map(|row| &row[..len]), inputs.map(|row| &row[..len]));
+        for (index, weights) in weights.iter_mut().enumerate() {
+            let row = (row + index).min(rows - 1);
+            *weights = &S::as_simd_f32s(&decoded[row * step..][..step]).0[..len];
+        }
+        let mut inputs = [&S::as_simd_f32s(&input.row(from)[begin..end]).0[..len]; M];
+        for (index, inputs) in inputs.iter_mut().enumerate() {
+            *inputs = &S::as_simd_f32s(&input.row(from + index)[begin..end]).0[..len];
+        }
         let mut sums = [[simd.splat_f32s(0.0); ROWS]; M];
-        let kept_of = |to: usize| ((from + to) * DECODED + row) * S::F32_LANES;
+        let kept_of = |to: usize| ((from - block + to) * DECODED + row) * S::F32_LANES;
         if begin > 0 {
             for to in 0..M {
                 let kept = S::as_simd_f32s(&kept[kept_of(to)..][..ROWS * S::F32_LANES]).0;
@@ -328,9 +353,15 @@ impl Place {
             }
         }
         for k in 0..len {
+            // In registers: else the compiler reads them again for every row of the input.
+            let mut vectors = [simd.splat_f32s(0.0); ROWS];
+            for (vector, weight) in vectors.iter_mut().zip(&weights) {
+                *vector = weight[k];
+            }
             for (sums, input) in sums.iter_mut().zip(&inputs) {
-                for (sum, weight) in sums.iter_mut().zip(&weights) {
-                    *sum = simd.mul_add_f32s(weight[k], input[k], *sum);
+                let input = input[k];
+                for (sum, vector) in sums.iter_mut().zip(&vectors) {
+                    *sum = simd.mul_add_f32s(*vector, input, *sum);
                 }
             }
         }
@@ -360,15 +391,6 @@ fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
     distance: usize,
 ) -> [[f32; TOGETHER]; M] {
     let mut sums = [[simd.splat_f32s(0.0); TOGETHER]; M];
-    let mut add = |row: usize, decoded: [f32; GROUP], inputs: [&[f32; GROUP]; M]| {
-        let decoded = S::as_simd_f32s(&decoded).0;
-        for to in 0..M {
-            let input = S::as_simd_f32s(inputs[to]).0;
-            for k in 0..decoded.len() {
-                sums[to][row] = simd.mul_add_f32s(decoded[k], input[k], sums[to][row]);
-            }
-        }
-    };
     // Known lengths avoid bounds checks in the loop.
     let whole = weights[0].codes.len() / (GROUP / 2);
     let codes: [_; TOGETHER] =
@@ -379,16 +401,35 @@ fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
         for row in 0..TOGETHER {
             prefetch(&codes[row][group], distance);
             let decoded = weights[row].decode(simd, &codes[row][group], &scales[row][group]);
-            add(row, decoded, groups.map(|row| &row[group]));
+            add_group::<S, M>(simd, row, &decoded, groups.map(|row| &row[group]), &mut sums);
         }
     }
     if inputs[0].len() > whole * GROUP {
         for row in 0..TOGETHER {
             let decoded = weights[row].group(simd, whole);
-            add(row, decoded, inputs.map(|row| row.last_chunk().expect("a whole group")));
+            let last = inputs.map(|row| row.last_chunk().expect("a whole group"));
+            add_group::<S, M>(simd, row, &decoded, last, &mut sums);
         }
     }
     reduced::<S, TOGETHER, M>(simd, sums)
+}
+
+/// Adds the products of a group of a row. A function, as [`reduced`] is one without closures.
+#[inline(always)]
+fn add_group<S: Simd, const M: usize>(
+    simd: S,
+    row: usize,
+    decoded: &[f32; GROUP],
+    inputs: [&[f32; GROUP]; M],
+    sums: &mut [[S::f32s; TOGETHER]; M],
+) {
+    let decoded = S::as_simd_f32s(decoded).0;
+    for to in 0..M {
+        let input = S::as_simd_f32s(inputs[to]).0;
+        for k in 0..decoded.len() {
+            sums[to][row] = simd.mul_add_f32s(decoded[k], input[k], sums[to][row]);
+        }
+    }
 }
 
 /// Sums each vector. Loops instead of `map`: its closures are compiled without the instructions of

@@ -102,6 +102,7 @@ fn with_tip(mut error: clap::Error) -> clap::Error {
         }
         _ => return error,
     };
+    error.insert(ContextKind::SuggestedValue, ContextValue::None);
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     error
 }

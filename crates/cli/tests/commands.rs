@@ -93,7 +93,7 @@ fn a_conversion_there_and_back_is_the_same() {
     let said = succeeds(folder.path(), "convert a --out b --dialect compressed-tensors");
     let rounded = "14 tensor scales stored as 1 / scale, 14 of them rounded to f32, which changes \
                    values by ";
-    assert!(said.contains(rounded) && said.contains("e-6 % at most; converted back, "), "{said}");
+    assert!(said.contains(rounded) && said.contains("e-6 % at most"), "{said}");
     succeeds(folder.path(), "compare a b --tolerance 0.00001");
     succeeds(folder.path(), "convert a --out again --dialect modelopt");
     assert_same(&folder.path().join("a"), &folder.path().join("again"));
@@ -365,7 +365,9 @@ fn a_comparison_tells_by_its_exit_code() {
     assert!(quantized > 7.0 && report["kept_error_percent"] == 0.0, "{json}");
     assert_eq!((&report["different"], &report["not_comparable"]), (&0.into(), &0.into()));
     assert_eq!(report["verdict"], within.lines().last().expect("a last line"));
-    assert!(succeeds(folder.path(), "compare --help").contains("1 a weight differs by more"));
+    let help = succeeds(folder.path(), "compare --help");
+    let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(help.contains("1 a weight differs by more"), "{help}");
     for bad in ["nan", "inf", "-1", "x"] {
         let (code, _, error) = run(folder.path(), &format!("compare out out --tolerance={bad}"));
         assert!(code == 2 && error.contains("a finite number, 0 or more"), "{bad}: {error}");

@@ -440,7 +440,7 @@ fn a_disk_that_is_too_small_is_found_before_the_work() {
     let weights: Vec<String> = (0..64).map(|at| format!("model.layers.{at}.weight")).collect();
     let weights: Vec<&str> = weights.iter().map(String::as_str).collect();
     model::holes(&folder.path().join("holes.safetensors"), &weights);
-    let says = [".out.partial: ", "bytes are needed, but ", " are free; "];
+    let says = [".out.partial: ", " TB are needed, but ", " are free; "];
     fails(folder.path(), "convert holes.safetensors --dialect plain --out out", 3, &says);
     let only = "quantize holes.safetensors --only model.layers.0 --out out";
     fails(folder.path(), only, 3, &says);

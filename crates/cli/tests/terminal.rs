@@ -193,7 +193,7 @@ fn columns_that_a_terminal_has_no_room_for_are_named() {
     layers(&path.join("layers.safetensors"), &["model.layers.2.self_attn.q_proj"]);
     for (command, left_out) in [
         ("inspect out", "no room for size, largest scale"),
-        ("compare model out", "no room for shape, largest difference"),
+        ("compare model out", "no room for shape, A, largest difference"),
         ("evaluate layers.safetensors --methods sse,amax", "no room for"),
     ] {
         let text = in_columns(path, 70, command);

@@ -97,8 +97,9 @@ impl Selection {
         let (dialect, writer) = writer_of(policy)?;
         let layers = Layers::of(model, policy)?;
         let architecture = Architecture::of(model);
-        let roles = architecture.roles();
-        let info = |weight| info(architecture, &roles, &layers, weight);
+        // Presets alone ask for roles.
+        let roles = policy.recipe.only.is_empty().then(|| architecture.roles());
+        let info = |weight| info(architecture, roles.as_ref(), &layers, weight);
         let weights: Vec<WeightInfo<'_>> = model.weights.iter().map(info).collect();
         policy.check_used(&weights)?;
         let scaled = writer.holds().tensor_scale != Stated::Folded;
@@ -342,7 +343,7 @@ impl Matrices {
 /// The weight as decisions are made about it.
 fn info<'w>(
     architecture: Architecture<'_>,
-    roles: &Roles,
+    roles: Option<&Roles>,
     layers: &Layers,
     weight: &'w Weight<'_>,
 ) -> WeightInfo<'w> {
@@ -351,7 +352,7 @@ fn info<'w>(
     WeightInfo {
         name: &weight.name,
         module: weight.module(),
-        role: if unfit.is_some() { Role::Linear } else { role(roles, weight) },
+        role: roles.filter(|_| unfit.is_none()).map_or(Role::Linear, |roles| role(roles, weight)),
         unfit,
         fp8: matches!(weight.value, Value::Fp8(_)),
         layer: layers.of_weight(&weight.name),

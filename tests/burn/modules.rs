@@ -145,6 +145,19 @@ fn weights_are_selected_by_pattern_container_and_layer() {
 }
 
 #[test]
+fn layers_that_are_no_siblings_share_a_tensor_scale_by_their_paths() {
+    let config = Fp4Config::nvfp4().share_scale(["layers.0", "head"]);
+    let report = Net::new(&Device::flex()).quantize_fp4(&config).unwrap();
+    let shares = |path| match &report.get(path).unwrap().outcome {
+        Outcome::Quantized { shares_scale_with, .. } => shares_scale_with.clone(),
+        other => panic!("{path}: {other:?}"),
+    };
+    assert_eq!(shares("layers.0.weight").as_deref(), Some("{layers.0,head}.weight"));
+    assert_eq!(shares("head.weight"), shares("layers.0.weight"));
+    assert_eq!(shares("layers.1.weight"), None);
+}
+
+#[test]
 fn a_module_without_layer_lists_has_its_weights_as_layers() {
     #[derive(Module, Debug)]
     struct Three {

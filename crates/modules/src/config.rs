@@ -355,7 +355,8 @@ impl Fp4Config {
         self
     }
 
-    /// Lets the weights of sibling modules with these names share a tensor scale.
+    /// Lets the weights of sibling modules with these names share a tensor scale. A name may be
+    /// the end of a path, such as `attention.query`, or a whole path.
     pub fn share_scale(mut self, siblings: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.share_scale.push(siblings.into_iter().map(Into::into).collect());
         self

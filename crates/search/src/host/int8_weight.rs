@@ -39,16 +39,40 @@ pub fn quantize_int8(values: &[f32]) -> Result<(Vec<i8>, Vec<f32>), SearchError>
     check_length("values", values.len() - tail.len(), values.len())?;
     let (mut codes, mut scales) = (vec![0; values.len()], vec![0.0; blocks.len()]);
     let (code_blocks, _) = codes.as_chunks_mut::<INT8_BLOCK>();
-    blocks.par_iter().zip(code_blocks).zip(&mut scales).for_each(|((block, codes), scale)| {
-        // A NaN is larger than every number.
-        let bits = block.iter().map(|value| value.abs().to_bits()).max();
-        *scale = f32::from_bits(bits.unwrap_or(0)) / 127.0;
-        let inverse = if *scale < f32::MIN_POSITIVE { 0.0 } else { 1.0 / *scale };
-        for (code, value) in codes.iter_mut().zip(block) {
-            *code = (value * inverse).round_ties_even() as i8;
-        }
+    const TASK: usize = TASK_BYTES / INT8_BLOCK;
+    let outputs = code_blocks.par_chunks_mut(TASK).zip(scales.par_chunks_mut(TASK));
+    blocks.par_chunks(TASK).zip(outputs).for_each(|(blocks, (codes, scales))| {
+        arch().dispatch(Rounding { blocks, codes, scales });
     });
     Ok((codes, scales))
+}
+
+/// Rounds blocks.
+struct Rounding<'a> {
+    blocks: &'a [[f32; INT8_BLOCK]],
+    codes: &'a mut [[i8; INT8_BLOCK]],
+    scales: &'a mut [f32],
+}
+
+impl WithSimd for Rounding<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        let Self { blocks, codes, scales } = self;
+        for ((block, codes), scale) in blocks.iter().zip(codes).zip(scales) {
+            // As bits, a NaN is larger than every number.
+            let mut largest = 0;
+            for value in block {
+                largest = largest.max(value.abs().to_bits());
+            }
+            *scale = f32::from_bits(largest) / 127.0;
+            let inverse = if *scale < f32::MIN_POSITIVE { 0.0 } else { 1.0 / *scale };
+            for (code, value) in codes.iter_mut().zip(block) {
+                *code = (value * inverse).round_ties_even() as i8;
+            }
+        }
+    }
 }
 
 /// Computes `input x weight^T` for an input `[inputs, channels]` and a weight of `outputs` rows:

@@ -162,7 +162,8 @@ impl<L: Projection> Llama<L> {
         self.layers.iter().map(layer_cache).collect()
     }
 
-    fn dtype(&self) -> DType {
+    /// Returns the dtype of activations.
+    pub fn dtype(&self) -> DType {
         self.embed_tokens.weight.base().dtype()
     }
 

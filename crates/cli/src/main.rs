@@ -88,8 +88,8 @@ fn with_tip(mut error: clap::Error) -> clap::Error {
         _ => "",
     };
     let (argument, value) = (text(ContextKind::InvalidArg), text(ContextKind::InvalidValue));
-    let command = std::env::args().nth(1).unwrap_or_default();
-    let writes = ["quantize", "convert"].contains(&command.as_str());
+    let command = std::env::args_os().nth(1).unwrap_or_default();
+    let writes = command == "quantize" || command == "convert";
     let tip = match error.kind() {
         ErrorKind::UnknownArgument if writes && !argument.starts_with('-') => {
             format!("to write to '{argument}', use '--out {argument}'")

@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn columns_are_left_out_before_names_are_cut() {
         let name = "model.layers.31.self_attn.q_proj";
-        let wide = table(&COLUMNS, &["bytes"], vec![vec![name.into()]], None);
+        let wide = table(&COLUMNS, &["bytes"], vec![vec![name.into(), "1.0 MB".into()]], None);
         assert!(wide.contains("bytes") && wide.contains(name), "{wide}");
         for (width, bytes, whole) in [(62, true, true), (54, false, true), (40, false, false)] {
             let text = shown(&[name], width);

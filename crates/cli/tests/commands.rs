@@ -203,7 +203,7 @@ fn a_conversion_keeps_what_does_not_fit_and_what_is_asked_for() {
     let says = format!("note: `{odd}`: kept as nvfp4 16: 48 columns are no");
     convert("cast", cast, [nv, mx, mx, mx], &says);
     // With one of a pair that runs as one the other is kept.
-    let says = format!("note: `{gate}`: kept as nvfp4 16: runs as one with `{up}`");
+    let says = format!("note: `{gate}`: kept as nvfp4 16: runs as one with `up_proj`");
     convert("together", &format!("{cast} --keep *.up_proj"), [nv, mx, nv, nv], &says);
     let decoded = format!("--dialect modelopt --decode-fp4 f32 --keep {even}");
     convert(

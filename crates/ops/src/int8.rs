@@ -2,7 +2,7 @@
 
 use burn::backend::Dispatch;
 use burn::module::Module;
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 
 use crate::devices::decoder::{DecoderBackend, has_decoder};
@@ -54,7 +54,15 @@ impl Int8Matrix {
         })
     }
 
-    /// Multiplies an input `[.., K]` by the transpose: `[.., N]`. Sums are f32.
+    /// Returns true if [`product`](Self::product) multiplies by the codes: on `flex`, in f32.
+    /// Elsewhere it dequantizes the whole matrix for each call.
+    #[must_use]
+    pub fn multiplies_codes(device: &Device, dtype: DType) -> bool {
+        has_decoder(device, [dtype])
+    }
+
+    /// Multiplies an input `[.., K]` by the transpose: `[.., N]`. Sums are f32 where it
+    /// [multiplies by the codes](Self::multiplies_codes).
     ///
     /// # Panics
     /// If the last axis of the input is not `K`.
@@ -69,7 +77,7 @@ impl Int8Matrix {
             return product_of_nothing(input, outputs);
         }
         let (dtype, input) = (input.dtype(), input.reshape([rows, channels]));
-        let product = if has_decoder(&input.device(), [dtype]) {
+        let product = if Self::multiplies_codes(&input.device(), dtype) {
             let codes = self.codes.clone().into_dispatch();
             let scales = self.scales.clone().into_dispatch();
             let input = input.into_dispatch();

@@ -22,7 +22,10 @@ pub(crate) const RANGES: [Range; 3] = [
 ];
 
 /// Converts a sum of squares in f64 to the sums of all ranges.
-#[allow(dead_code, reason = "only devices in host memory sum in f64")]
+#[cfg_attr(
+    not(any(feature = "flex", feature = "ndarray", test)),
+    allow(dead_code, reason = "only devices in host memory sum in f64")
+)]
 pub(crate) fn ranges_of(sum: f64) -> [f32; 3] {
     let root = sum.sqrt();
     let is_within = |range: &Range| root < f64::from(range.end);

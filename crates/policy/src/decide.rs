@@ -133,6 +133,12 @@ impl Policy {
             (None, fused) => fused,
         };
         let schemes: Vec<_> = found.iter().map(|entry| self.scheme(entry.map(|e| e.0))).collect();
+        // A wrong block size is no matter of the columns.
+        for pair in reasons.iter().zip(&schemes) {
+            if let (None | Some(Reason::Columns { .. }), Some(scheme)) = pair {
+                scheme.validate()?;
+            }
+        }
         let families = families(weights.iter().map(|weight| weight.family));
         if fused == Fused::Together {
             keep_together(|at| weights[at].name, &families, &mut reasons);
@@ -180,7 +186,7 @@ impl Policy {
 /// The entries of a recipe for some of the weights, ready to be matched.
 struct Entries<'r> {
     names: Patterns<'r>,
-    /// By name the entry that it is of.
+    /// Number of the entry that has the name.
     of: Vec<usize>,
 }
 
@@ -257,7 +263,7 @@ fn layout(scheme: &Option<Fp4Scheme>) -> Option<(Fp4Format, usize)> {
     scheme.map(|scheme| (scheme.format(), scheme.block_size))
 }
 
-/// A weight in another format than that of its family, of those that are quantized.
+/// Finds a quantized weight whose format differs from its family's.
 fn of_another_format(
     families: &[Vec<usize>],
     reasons: &[Option<Reason>],
@@ -270,7 +276,7 @@ fn of_another_format(
     })
 }
 
-/// The weights that are quantized, those of a family together if they can share a tensor scale.
+/// Groups the quantized weights: those of a family together if they can share a tensor scale.
 fn groups(
     preset: Preset,
     weights: &[WeightInfo<'_>],

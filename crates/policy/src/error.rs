@@ -112,7 +112,7 @@ pub enum PolicyError {
         if *.tensors == 1 { "" } else { "s" }, hint(.nearest, .first)
     )]
     NoMatch {
-        /// Which list it is of.
+        /// Name of the list.
         list: &'static str,
         /// The pattern.
         pattern: String,

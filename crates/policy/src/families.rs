@@ -27,6 +27,7 @@ pub struct Family<'n> {
 
 impl<'n> Family<'n> {
     /// Finds the family of a module by the first of the lists with an end of its name.
+    #[must_use]
     pub fn of<L: AsRef<[S]>, S: AsRef<str>>(module: &'n str, lists: &[L]) -> Option<Self> {
         let parent = |ends: &L| ends.as_ref().iter().find_map(|end| stem(module, end.as_ref()));
         let of = |(list, ends)| Some(Self { parent: parent(ends)?, list, parameter: "" });
@@ -35,11 +36,13 @@ impl<'n> Family<'n> {
 }
 
 /// Returns the part of a module's name before `end`, if it ends so at a dot.
+#[must_use]
 pub fn stem<'m>(module: &'m str, end: &str) -> Option<&'m str> {
     module.strip_suffix(end).filter(|stem| stem.is_empty() || stem.ends_with('.'))
 }
 
 /// Finds the families with more than one member; weights have their numbers.
+#[must_use]
 pub fn families<'n>(of: impl Iterator<Item = Option<Family<'n>>>) -> Vec<Vec<usize>> {
     let mut families: BTreeMap<Family<'_>, Vec<usize>> = BTreeMap::new();
     for (at, family) in of.enumerate() {

@@ -34,6 +34,9 @@
 //! | `nearest.rs` | the pattern that a user may have meant |
 //! | `error.rs` | [`RecipeError`], [`PolicyError`] |
 
+#![warn(missing_debug_implementations)]
+#![forbid(unsafe_code)]
+
 mod decide;
 mod error;
 mod families;

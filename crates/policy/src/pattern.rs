@@ -206,6 +206,7 @@ enum Kind {
 
 impl Matcher {
     /// Makes a glob ready to match names.
+    #[must_use]
     pub fn of_glob(glob: &str) -> Self {
         Pattern::parse(glob, Syntax::Glob).matcher().expect("a glob is an expression")
     }

@@ -35,6 +35,7 @@ impl<'t> Patterns<'t> {
     }
 
     /// Returns true if there are none.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.texts.is_empty()
     }
@@ -53,6 +54,7 @@ impl<'t> Patterns<'t> {
     }
 
     /// Returns the first pattern that matches one of these names.
+    #[must_use]
     pub fn first(&self, names: [&str; 2]) -> Option<&'t str> {
         self.matches(names).min().map(|at| self.texts[at])
     }
@@ -73,6 +75,7 @@ impl<'t> Patterns<'t> {
     }
 
     /// Returns the numbers of the patterns that match nothing.
+    #[must_use]
     pub fn unused<'n>(&self, names: impl Iterator<Item = [&'n str; 2]> + Clone) -> Vec<usize> {
         let mut unused: Vec<usize> = Vec::new();
         for (at, matcher) in &self.others {

@@ -71,6 +71,7 @@ fn numbers(dtype: &str) -> String {
 
 impl Reason {
     /// Returns true if the weight was chosen to be quantized and cannot be.
+    #[must_use]
     pub fn is_unmet(&self) -> bool {
         match self {
             Self::Smoothed | Self::Transposed(_) | Self::CannotHold { .. } => true,
@@ -83,6 +84,7 @@ impl Reason {
 
     /// Returns true if a list of reasons names one of the two: only their layers, or the weights
     /// that they run with, differ.
+    #[must_use]
     pub fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Layer(_), Self::Layer(_)) | (Self::With(_), Self::With(_)) => true,
@@ -92,6 +94,7 @@ impl Reason {
 
     /// Returns how far the weight is from being quantized: 0 for a weight that is asked for and
     /// does not fit, the largest number for one that nobody would quantize.
+    #[must_use]
     pub fn place(&self) -> usize {
         match self {
             Self::Columns { .. } | Self::Smoothed => 0,

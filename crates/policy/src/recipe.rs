@@ -56,7 +56,7 @@ pub struct Recipe {
     pub method: Option<Method>,
     /// Rule for the arithmetic of scales; by default the first rule of the format.
     pub rule: Option<ScaleRule>,
-    /// Preset that selects weights, by its name in `burn-fp4-checkpoints`.
+    /// [`Preset`](crate::Preset) that selects weights, by its name.
     pub preset: Option<String>,
     /// Weights that always stay dense.
     #[serde(skip_serializing_if = "Vec::is_empty")]

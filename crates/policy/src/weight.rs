@@ -43,6 +43,7 @@ pub enum Role {
 }
 
 /// Facts about what reads the quantized weights: the dialect of a file, or a module.
+#[allow(missing_debug_implementations, reason = "it holds a function")]
 pub struct Constraints<'c> {
     /// Name of the dialect, for reasons.
     pub dialect: &'static str,

@@ -79,8 +79,7 @@ fn report<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let start = std::time::Instant::now();
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let on_host = burn_fp4::ops::is_host(&device);
-    let model = arguments.head.load::<L>(&folder, &device, on_host)?;
+    let model = arguments.head.load::<L>(&folder, &device, true)?;
     let load_seconds = start.elapsed().as_secs_f64();
     let tokenizer = folder.tokenizer()?;
     let prompt = tokenizer.encode(arguments.prompt.as_str(), true);

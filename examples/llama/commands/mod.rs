@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, FloatDType};
 use burn_fp4::Fp4Format;
+use burn_fp4::ops::Int8Matrix;
 use clap::ValueEnum;
 use examples::OnDevice;
 use llama::{Folder, Llama, Projection, Tokens};
@@ -83,7 +84,8 @@ pub(crate) struct HeadOptions {
     #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
     tied_embedding: TiedEmbedding,
     /// Format of the `lm_head` in products; a dense one takes most of the time of a small model.
-    /// Defaults to int8 where a CPU generates and the `lm_head` is dense, else to as-loaded.
+    /// Defaults to int8 for a dense `lm_head` that generates on flex in f32, else to as-loaded. A
+    /// dense one is kept, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
 }
@@ -102,12 +104,13 @@ enum TiedEmbedding {
 }
 
 impl HeadOptions {
-    /// Loads the model of a folder. A dense `lm_head` becomes int8 by default if `fast`.
+    /// Loads the model of a folder. A dense `lm_head` becomes int8 by default for `generation`,
+    /// where that is faster.
     fn load<L: Projection>(
         &self,
         folder: &Folder,
         device: &Device,
-        fast: bool,
+        generation: bool,
     ) -> Result<Llama<L>> {
         let (mut model, _) = folder.load::<L>(device)?;
         let format = match self.tied_embedding {
@@ -126,7 +129,10 @@ impl HeadOptions {
                 model.round_head_to_int8()?,
                 "--lm-head int8: the lm_head is quantized already; leave the option out"
             ),
-            None if fast && folder.config.hidden_size.is_multiple_of(32) => {
+            None if generation
+                && Int8Matrix::multiplies_codes(device, model.dtype())
+                && folder.config.hidden_size.is_multiple_of(32) =>
+            {
                 model.round_head_to_int8()?;
             }
             Some(LmHead::AsLoaded) | None => (),

@@ -244,9 +244,9 @@ impl Selection {
             | Reason::Unlisted(_) => {
                 let mut others = self.policy.clone();
                 others.recipe.only.clear();
-                let others = Self::of(model, &others)?;
-                let module = |group: &Vec<usize>| model.weights[group[0]].module().to_owned();
-                match others.groups.first().map(module) {
+                let others = Self::of(model, &others).ok();
+                let group = others.as_ref().and_then(|others| others.groups.first());
+                match group.map(|group| model.weights[group[0]].module()) {
                     Some(module) => {
                         format!("name matrices of floats with `only`, such as `{module}`")
                     }

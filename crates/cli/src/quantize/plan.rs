@@ -252,7 +252,7 @@ mod tests {
         let name = |at: usize| format!("model.layers.{at}.mlp.shared_experts.down_proj.weight");
         let layers = [0, 1, 7].map(|at| (name(at), vec![4096, 64]));
         let text = report(&layers).table(true, Some(56));
-        for word in ["layers.0.", "layers.1.", "layers.7."] {
+        for word in [".0.mlp", ".1.mlp", ".7.mlp"] {
             assert!(text.contains(word), "{text} does not say {word}");
         }
         assert!(text.lines().all(|line| line.chars().count() <= 56), "{text}");

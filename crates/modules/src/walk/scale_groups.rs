@@ -1,6 +1,6 @@
 //! Which weights share a tensor scale.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn_fp4_ops::search::{Method, Sse};
 use burn_fp4_ops::{Fp4Scheme, TensorScaling};
@@ -17,15 +17,17 @@ pub(crate) struct ScaleGroups {
     pub(crate) of: BTreeMap<usize, String>,
     /// Lines about the weights whose siblings are not selected.
     pub(crate) lone: Vec<String>,
+    /// Numbers of the lists of siblings of which two are selected somewhere.
+    used: BTreeSet<usize>,
 }
 
 impl ScaleGroups {
     /// Lines about the siblings of a configuration that form no group.
     pub(crate) fn unused(&self, config: &Fp4Config) -> Vec<String> {
         let mut lines = Vec::new();
-        for group in &config.share_scale {
-            let siblings = group.join(",");
-            if !self.of.values().any(|name| name.contains(&format!("{{{siblings}}}"))) {
+        for (list, group) in config.share_scale.iter().enumerate() {
+            if !self.used.contains(&list) {
+                let siblings = group.join(",");
                 lines.push(format!("share_scale {{{siblings}}}: no two selected siblings"));
             }
         }
@@ -37,7 +39,7 @@ impl ScaleGroups {
 ///
 /// # Errors
 /// [`Fp4Error::SharedScale`] if members of a group have other schemes, or tensor scales that cannot
-/// be shared.
+/// be shared. Siblings without tensor scales may differ: they share nothing then.
 pub(crate) fn shared_scales(
     parameters: &[Parameter],
     schemes: &[Option<Fp4Scheme>],
@@ -51,6 +53,7 @@ pub(crate) fn shared_scales(
     }
     let mut lone = Vec::new();
     let mut of = BTreeMap::new();
+    let mut used = BTreeSet::new();
     for (Family { parent, list, parameter }, members) in families {
         let group = format!("{parent}{{{}}}.{parameter}", config.share_scale[list].join(","));
         if let [at] = members[..] {
@@ -60,6 +63,7 @@ pub(crate) fn shared_scales(
             ));
             continue;
         }
+        used.insert(list);
         let scaled = |&at: &usize| schemes[at].is_some_and(|one| one.format().row().tensor_scale);
         if members.iter().any(scaled) {
             check(parameters, &members, schemes)?;
@@ -69,7 +73,7 @@ pub(crate) fn shared_scales(
         }
         of.extend(members.into_iter().map(|at| (at, group.clone())));
     }
-    Ok(ScaleGroups { of, lone })
+    Ok(ScaleGroups { of, lone, used })
 }
 
 /// Checks that parameters can share a tensor scale.

@@ -34,7 +34,7 @@ impl KvCache {
 /// `[batch, tokens, kv_heads, head_dim]`, all before RoPE. Consecutive query heads share a head of
 /// keys. The cache receives the new keys and values, in place if nothing else holds it. Without a
 /// cache tokens attend to each other, and the keys and values are returned as a cache that has room
-/// for no others.
+/// for no others; positions have to be 0, 1 and so on then.
 ///
 /// ```
 /// use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -55,7 +55,8 @@ impl KvCache {
 /// ```
 ///
 /// # Panics
-/// If shapes differ, or a position is beyond the cache or the tables of RoPE.
+/// If shapes or dtypes differ; on `flex` also if a position is beyond the cache or the tables of
+/// RoPE, which no other device checks.
 #[must_use]
 pub fn attention(
     queries: Tensor<4>,
@@ -73,6 +74,14 @@ pub fn attention(
         "attention: {heads} query heads are not a multiple of {kv_heads} heads of keys"
     );
     assert_eq!(2 * positions.pairs(), head_dim, "attention: head_dim of RoPE");
+    if let Some(cache) = &cache {
+        let [_, _, capacity, _] = cache.keys.dims();
+        let shape = [batch, kv_heads, capacity, head_dim];
+        assert_eq!(cache.keys.dims(), shape, "attention: shape of the cached keys");
+        assert_eq!(cache.values.dims(), shape, "attention: shape of the cached values");
+        let dtypes = [cache.keys.dtype(), cache.values.dtype()];
+        assert_eq!(dtypes, [keys.dtype(), values.dtype()], "attention: dtypes of the cache");
+    }
     let dtypes = [queries.dtype(), keys.dtype(), values.dtype()];
     let device = queries.device();
     if !has_decoder(&device, dtypes) || head_dim > MAX_HEAD_DIM {

@@ -53,9 +53,12 @@ impl Instructions {
             let allowed = |instructions: &&Self| match arch() {
                 Arch::Scalar => **instructions == Self::Generic,
                 #[cfg(target_arch = "x86_64")]
-                Arch::V3(_) => {
-                    **instructions == Self::Avx2 || !is_named() && **instructions == Self::AvxVnni
-                }
+                Arch::V3(_) => match instructions {
+                    // Where F16C is missing, which pulp does not ask for.
+                    Self::Generic | Self::Avx2 => true,
+                    Self::AvxVnni => !is_named(),
+                    Self::Avx512Vnni => false,
+                },
                 _ => true,
             };
             let runs = |instructions: &&Self| allowed(instructions) && instructions.is_available();

@@ -43,12 +43,12 @@ const PER_MICROSECOND: usize = 1 << 14;
 /// rounded once. A row of the output does not depend on how many there are.
 ///
 /// ```
-/// use burn_fp4_search::host::matmul;
+/// use burn_fp4_search::host::{Activations, matmul};
 /// use burn_fp4_search::{Fp4Scheme, quantize};
 ///
 /// let weight = quantize(&[1.0; 2 * 16], 2, 16, &Fp4Scheme::nvfp4())?;
 /// let mut output = [0.0; 2];
-/// matmul(&[0.5; 16], (&weight).into(), [2, 16], &mut output)?;
+/// matmul(&[0.5; 16], (&weight).into(), [2, 16], Activations::F32, &mut output)?;
 /// assert_eq!(output, [8.0, 8.0]);
 /// # Ok::<(), burn_fp4_search::SearchError>(())
 /// ```

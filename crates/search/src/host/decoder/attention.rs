@@ -81,6 +81,7 @@ pub fn attention(
     let AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
     let of_tokens = |heads: usize| batch * tokens * heads * head_dim;
     check_length("head_dim", (head_dim / 2 * 2).min(MAX_HEAD_DIM), head_dim)?;
+    check_length("heads", heads / kv_heads.max(1) * kv_heads, heads)?;
     check_length("positions", tokens, positions.len())?;
     check_length("queries", of_tokens(heads), queries.len())?;
     check_length("keys", of_tokens(kv_heads), keys.len())?;

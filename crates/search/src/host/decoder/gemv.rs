@@ -47,6 +47,10 @@ pub fn gemv(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), Sea
 pub fn gemv_rows(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), SearchError> {
     let k = input.len();
     check_length("weight", k * output.len(), weight.len())?;
+    if k == 0 {
+        output.fill(0.0);
+        return Ok(());
+    }
     let task = |(weight, output): (&[f32], &mut [f32])| {
         arch().dispatch(Rows { input, weight, output });
     };

@@ -18,6 +18,9 @@ pub fn rms_norm(
     output: &mut [f32],
 ) -> Result<(), SearchError> {
     check(weight, input.len(), output.len())?;
+    if input.is_empty() {
+        return Ok(());
+    }
     let cols = weight.len();
     let row = |(input, output): (&[f32], &mut [f32])| {
         arch().dispatch(Row { input, weight, epsilon, output });
@@ -41,6 +44,9 @@ pub fn add_rms_norm(
     epsilon: f32,
 ) -> Result<(), SearchError> {
     check(weight, hidden.len(), update.len())?;
+    if hidden.is_empty() {
+        return Ok(());
+    }
     let cols = weight.len();
     let row = |(hidden, update): (&mut [f32], &mut [f32])| {
         for (hidden, update) in hidden.iter_mut().zip(&*update) {

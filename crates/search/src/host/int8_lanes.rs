@@ -14,9 +14,6 @@ pub(super) trait Lanes: Copy {
     type Ints: Copy;
     type Floats: Copy;
 
-    /// Number of rows of input whose sums fit into the registers with a block of 16 weights.
-    const INPUTS: usize;
-
     /// Runs work with these instructions.
     fn run<W: LaneWork>(self, work: W);
 
@@ -77,8 +74,6 @@ impl Lanes for Generic {
     type Bytes = [i8; 4 * LANES];
     type Ints = [i32; LANES];
     type Floats = [f32; LANES];
-
-    const INPUTS: usize = 1;
 
     fn run<W: LaneWork>(self, work: W) {
         work.run(self);

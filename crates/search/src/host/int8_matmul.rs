@@ -12,7 +12,7 @@ use super::dequantize::PackedView;
 use super::element::HostElement;
 use super::int8_input::{CHUNK, Chunk, Int8Input, LANES};
 use super::int8_instructions::Instructions;
-use super::int8_lanes::{LaneWork, Lanes};
+use super::int8_lanes::{Generic, LaneWork, Lanes};
 use super::panels::{self, PANEL};
 use super::scale_grid::scale_values;
 
@@ -101,11 +101,10 @@ impl LaneWork for Products<'_> {
             (16, true) if self.has_plain_scales(Fp4Format::NvFp4) => {
                 self.few::<L, true, 2, 8>(lanes);
             }
-            (16, true) => self.few::<L, false, 2, 8>(lanes),
-            (_, true) if self.has_plain_scales(Fp4Format::MxFp4) => {
+            (32, true) if self.has_plain_scales(Fp4Format::MxFp4) => {
                 self.few::<L, true, 4, 4>(lanes);
             }
-            (_, true) => self.few::<L, false, 4, 4>(lanes),
+            (_, true) => self.few_of_any_scales(),
             (16, false) => self.many::<L, 2, 8>(lanes),
             (_, false) => self.many::<L, 4, 4>(lanes),
         }
@@ -123,6 +122,16 @@ impl Products<'_> {
         self.weight.format == format && scales.iter().fold(0, |max, &code| code.max(max)) <= largest
     }
 
+    /// Multiplies an input with few rows by a weight of another block size, or with scales that are
+    /// NaN. Compiled once, as it is rare.
+    #[inline(never)]
+    fn few_of_any_scales(self) {
+        match self.weight.block_size {
+            16 => self.few::<Generic, false, 2, 8>(Generic),
+            _ => self.few::<Generic, false, 4, 4>(Generic),
+        }
+    }
+
     fn task_rows(&self) -> usize {
         self.products.len() / self.input.rows
     }
@@ -136,7 +145,6 @@ impl Products<'_> {
             for from in (0..inputs).step_by(4) {
                 match inputs - from {
                     1 => self.rows::<L, PLAIN, R, W, 1>(lanes, row, from, distance),
-                    2 => self.rows::<L, PLAIN, R, W, 2>(lanes, row, from, distance),
                     _ => self.rows::<L, PLAIN, R, W, 4>(lanes, row, from, distance),
                 }
             }
@@ -197,9 +205,8 @@ impl Products<'_> {
                 while from < input.rows {
                     let left = input.rows - from;
                     let place = Place { from, chunks: chunks.clone(), scales: &scales };
-                    from += match L::INPUTS {
-                        8 if left >= 8 => panel.tile::<L, R, 8>(lanes, input, place, products),
-                        2.. if left >= 2 => panel.tile::<L, R, 2>(lanes, input, place, products),
+                    from += match left {
+                        4.. => panel.tile::<L, R, 4>(lanes, input, place, products),
                         _ => panel.tile::<L, R, 1>(lanes, input, place, products),
                     };
                 }
@@ -290,39 +297,30 @@ fn row_sums<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M
         codes[row] = &rows[row].codes.as_chunks().0[..whole];
         scales[row] = &rows[row].scales.as_chunks().0[..whole];
     }
-    let mut whole_inputs = inputs;
-    for input in &mut whole_inputs {
-        *input = &input[..whole];
-    }
+    let mut last_codes = [[0; CHUNK / 2]; R];
     let mut sums = [lanes.repeat_float(0.0); M];
-    for chunk in 0..whole {
-        let (mut chunk_codes, mut words) = ([&codes[0][chunk]; R], [0; R]);
-        for row in 0..R {
-            prefetch(&codes[row][chunk], distance);
-            chunk_codes[row] = &codes[row][chunk];
-            words[row] = word::<W>(&scales[row][chunk]);
+    for chunk in 0..inputs[0].len() {
+        let (mut chunk_codes, mut words) = ([&[0; CHUNK / 2]; R], [0; R]);
+        if chunk < whole {
+            for row in 0..R {
+                prefetch(&codes[row][chunk], distance);
+                chunk_codes[row] = &codes[row][chunk];
+                words[row] = word::<W>(&scales[row][chunk]);
+            }
+        } else {
+            for row in 0..R {
+                last_codes[row] = rows[row].last_codes::<W>();
+                words[row] = rows[row].last_scales::<W>();
+            }
+            for (codes, last) in chunk_codes.iter_mut().zip(&last_codes) {
+                *codes = last;
+            }
         }
-        let mut chunks = [&whole_inputs[0][chunk]; M];
+        let mut chunks = [&inputs[0][chunk]; M];
         for to in 1..M {
-            chunks[to] = &whole_inputs[to][chunk];
+            chunks[to] = &inputs[to][chunk];
         }
         add_chunk::<L, PLAIN, R, M>(lanes, values, chunk_codes, words, chunks, &mut sums);
-    }
-    if inputs[0].len() > whole {
-        let (mut last_codes, mut words) = ([rows[0].last_codes::<W>(); R], [0; R]);
-        for row in 0..R {
-            last_codes[row] = rows[row].last_codes::<W>();
-            words[row] = rows[row].last_scales::<W>();
-        }
-        let mut codes = [&last_codes[0]; R];
-        for row in 1..R {
-            codes[row] = &last_codes[row];
-        }
-        let mut chunks = [&inputs[0][whole]; M];
-        for to in 1..M {
-            chunks[to] = &inputs[to][whole];
-        }
-        add_chunk::<L, PLAIN, R, M>(lanes, values, codes, words, chunks, &mut sums);
     }
     let mut reduced = [[0.0; LANES]; M];
     for (reduced, sums) in reduced.iter_mut().zip(sums) {

@@ -53,8 +53,6 @@ impl<const DOT: bool> Lanes for Neon<DOT> {
     type Ints = [int32x4_t; 4];
     type Floats = [float32x4_t; 4];
 
-    const INPUTS: usize = 2;
-
     fn run<W: LaneWork>(self, work: W) {
         #[target_feature(enable = "neon")]
         fn neon<W: LaneWork>(lanes: Neon<false>, work: W) {

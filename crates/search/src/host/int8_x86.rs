@@ -61,8 +61,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     type Ints = [__m256i; 2];
     type Floats = [__m256; 2];
 
-    const INPUTS: usize = 2;
-
     fn run<W: LaneWork>(self, work: W) {
         #[target_feature(enable = "avx2,fma,f16c")]
         fn avx2<W: LaneWork>(lanes: Avx2<false>, work: W) {
@@ -225,8 +223,6 @@ impl Lanes for Avx512 {
     type Bytes = __m512i;
     type Ints = __m512i;
     type Floats = __m512;
-
-    const INPUTS: usize = 8;
 
     fn run<W: LaneWork>(self, work: W) {
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]

@@ -204,6 +204,7 @@ impl WithSimd for Products<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         match self.weight.block_size {
+            _ if self.input.rows > INPUTS => self.decoded(simd),
             GROUP => self.in_blocks::<S, 1>(simd),
             _ => self.in_blocks::<S, 2>(simd),
         }
@@ -211,15 +212,13 @@ impl WithSimd for Products<'_> {
 }
 
 impl Products<'_> {
-    /// Multiplies a weight with `BLOCKS` blocks in a group.
+    /// Multiplies an input with few rows by a weight with `BLOCKS` blocks in a group.
     #[inline(always)]
     fn in_blocks<S: Simd, const BLOCKS: usize>(self, simd: S) {
         match self.input.rows {
             1 => self.straight::<S, BLOCKS, 1>(simd),
             2 => self.straight::<S, BLOCKS, 2>(simd),
-            3 => self.straight::<S, BLOCKS, 3>(simd),
-            INPUTS => self.straight::<S, BLOCKS, INPUTS>(simd),
-            _ => self.decoded::<S, BLOCKS>(simd),
+            _ => self.straight::<S, BLOCKS, INPUTS>(simd),
         }
     }
 
@@ -227,9 +226,10 @@ impl Products<'_> {
     #[inline(always)]
     fn straight<S: Simd, const BLOCKS: usize, const M: usize>(self, simd: S) {
         let Self { input, weight, outputs, channels, first, products, .. } = self;
-        let inputs: [_; M] = from_fn(|row| input.row(row));
+        // Rows beyond the last repeat it; their products are not written.
+        let inputs: [_; M] = from_fn(|row| input.row(row.min(input.rows - 1)));
         let (last, distance) = (outputs - 1, prefetch_distance(TOGETHER * channels / 2));
-        for (part, products) in products.chunks_mut(DECODED * M).enumerate() {
+        for (part, products) in products.chunks_mut(DECODED * input.rows).enumerate() {
             let first = first + part * DECODED;
             for row in (0..DECODED.min(outputs - first)).step_by(TOGETHER) {
                 // Rows beyond the last repeat it; their products are not read.
@@ -238,7 +238,7 @@ impl Products<'_> {
                     PackedRow::<BLOCKS>::new(weight, last.min(first + row + 1), channels),
                 ];
                 let sums = straight_dots::<S, BLOCKS, M>(simd, &packed, inputs, distance);
-                for (to, sums) in sums.into_iter().enumerate() {
+                for (to, sums) in sums.into_iter().enumerate().take(input.rows) {
                     for (index, (sum, packed)) in sums.into_iter().zip(&packed).enumerate() {
                         products[to * DECODED + row + index] = sum * packed.tensor_scale;
                     }
@@ -249,7 +249,7 @@ impl Products<'_> {
 
     /// Multiplies an input with any number of rows.
     #[inline(always)]
-    fn decoded<S: Simd, const BLOCKS: usize>(self, simd: S) {
+    fn decoded<S: Simd>(self, simd: S) {
         let Self { input, weight, outputs, channels, first, memory, products } = self;
         let block = input.rows.div_ceil(input.rows.div_ceil(INPUT_ROWS));
         for from in (0..input.rows).step_by(block) {
@@ -264,21 +264,18 @@ impl Products<'_> {
                     let end = input.len.min(begin + *step);
                     let decoded = decoded.slice_mut();
                     for (row, decoded) in decoded.chunks_mut(end - begin).take(rows).enumerate() {
-                        let packed = PackedRow::<BLOCKS>::new(weight, first + row, channels);
-                        scales[row] = packed.tensor_scale;
-                        let groups = decoded.as_chunks_mut().0.iter_mut();
-                        for (group, decoded) in (begin / GROUP..).zip(groups) {
-                            *decoded = packed.group(simd, group);
-                        }
+                        let (place, scale) = ([first + row, channels], &mut scales[row]);
+                        *scale = match weight.block_size {
+                            GROUP => decode::<S, 1>(simd, weight, place, begin, decoded),
+                            _ => decode::<S, 2>(simd, weight, place, begin, decoded),
+                        };
                     }
                     let mut from = inputs.start;
                     while from < inputs.end {
                         // As many sums as there are registers: 32 with AVX-512, else 16.
                         let tile = match (S::F32_LANES == LANES, inputs.end - from) {
                             (true, 6..) => 6,
-                            (true, 4..) => 4,
-                            (false, 3..) => 3,
-                            (_, 2..) => 2,
+                            (_, 3..) => 3,
                             _ => 1,
                         };
                         for row in (0..rows).step_by(ROWS) {
@@ -287,12 +284,8 @@ impl Products<'_> {
                             match tile {
                                 6 => place
                                     .dots::<S, 6>(simd, decoded, input, sums, &scales, products),
-                                4 => place
-                                    .dots::<S, 4>(simd, decoded, input, sums, &scales, products),
                                 3 => place
                                     .dots::<S, 3>(simd, decoded, input, sums, &scales, products),
-                                2 => place
-                                    .dots::<S, 2>(simd, decoded, input, sums, &scales, products),
                                 _ => place
                                     .dots::<S, 1>(simd, decoded, input, sums, &scales, products),
                             }
@@ -304,6 +297,23 @@ impl Products<'_> {
             }
         }
     }
+}
+
+/// Decodes channels of a row, from `begin` on. Returns its tensor scale.
+#[inline(always)]
+fn decode<S: Simd, const BLOCKS: usize>(
+    simd: S,
+    weight: PackedView<'_>,
+    [row, channels]: [usize; 2],
+    begin: usize,
+    decoded: &mut [f32],
+) -> f32 {
+    let packed = PackedRow::<BLOCKS>::new(weight, row, channels);
+    let groups = decoded.as_chunks_mut().0.iter_mut();
+    for (group, decoded) in (begin / GROUP..).zip(groups) {
+        *decoded = packed.group(simd, group);
+    }
+    packed.tensor_scale
 }
 
 /// Some rows of the input and decoded rows, in some channels.

@@ -197,7 +197,7 @@ mod tests {
         assert!(wide.contains("bytes") && wide.contains(name), "{wide}");
         for (width, bytes, whole) in [(62, true, true), (54, false, true), (40, false, false)] {
             let text = shown(&[name], width);
-            assert_eq!((text.contains("bytes"), text.contains(name)), (bytes, whole), "{text}");
+            assert_eq!((text.contains("1.0 MB"), text.contains(name)), (bytes, whole), "{text}");
             assert!(text.contains("self_attn.q_proj"), "{text}");
             assert!(text.lines().all(|line| line.chars().count() <= width.into()), "{text}");
         }

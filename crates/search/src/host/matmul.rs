@@ -43,8 +43,8 @@ const PER_MICROSECOND: usize = 1 << 14;
 /// rounded once. A row of the output does not depend on how many there are.
 ///
 /// ```
-/// use burn_fp4_search::host::{Activations, matmul};
-/// use burn_fp4_search::{Fp4Scheme, quantize};
+/// use burn_fp4_search::host::matmul;
+/// use burn_fp4_search::{Activations, Fp4Scheme, quantize};
 ///
 /// let weight = quantize(&[1.0; 2 * 16], 2, 16, &Fp4Scheme::nvfp4())?;
 /// let mut output = [0.0; 2];

@@ -27,7 +27,7 @@ pub enum DocsError {
     Table {
         /// Its name, without `.json`.
         id: String,
-        /// What is wrong.
+        /// The mistake.
         problem: String,
     },
     /// A page.
@@ -37,7 +37,7 @@ pub enum DocsError {
         page: String,
         /// The line, from 1.
         line: usize,
-        /// What is wrong.
+        /// The mistake.
         problem: String,
     },
     /// A file or folder.
@@ -45,12 +45,12 @@ pub enum DocsError {
     File {
         /// Its path.
         path: String,
-        /// What the system, or the library of plots, says.
+        /// The message of the system, or of the library of plots.
         problem: String,
     },
 }
 
-/// What a comment asks for.
+/// A request of a comment.
 enum Asked<'a> {
     Table { id: &'a str, rows: Vec<&'a str> },
     Records,
@@ -161,7 +161,7 @@ fn is_fence(line: &str) -> bool {
     line.trim_start().starts_with("```")
 }
 
-/// What GitHub calls a heading in links.
+/// Returns GitHub's anchor of a heading.
 fn anchor(title: &str) -> String {
     let kept = title.to_lowercase();
     let kept = kept.chars().filter(|c| c.is_alphanumeric() || *c == ' ' || *c == '-');

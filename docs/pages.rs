@@ -1,4 +1,4 @@
-//! What is in the tree is what the figures give, and no page types a figure by itself.
+//! Checks that pages show the figures of the tables, and that no page types a figure by itself.
 
 use std::fs;
 

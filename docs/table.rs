@@ -38,7 +38,7 @@ pub struct Table {
     pub id: String,
     /// A heading.
     pub title: String,
-    /// What was measured.
+    /// The quantity that was measured.
     pub what: String,
     /// On what.
     pub machine: String,
@@ -46,7 +46,7 @@ pub struct Table {
     pub date: String,
     /// The commit that recorded them.
     pub commit: String,
-    /// What prints them.
+    /// The command that prints them.
     pub command: String,
     /// Digits after the point, for columns in which numbers end in zeros.
     #[serde(default)]
@@ -58,7 +58,7 @@ pub struct Table {
     /// Rows and columns that are not of that date and commit.
     #[serde(default)]
     pub other_runs: Vec<OtherRun>,
-    /// What else has to be known.
+    /// Other facts that a reader needs.
     pub notes: Vec<String>,
 }
 

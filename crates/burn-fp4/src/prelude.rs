@@ -1,4 +1,4 @@
-//! What most programs need, in one import: `use burn_fp4::prelude::*`.
+//! The items that most programs need, in one import: `use burn_fp4::prelude::*`.
 //!
 //! Its two traits add methods to every Burn module ([`Fp4Module`]) and to checkpoints
 //! ([`LoadCheckpoint`]). No name is one of `burn::prelude`.

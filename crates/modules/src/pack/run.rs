@@ -197,7 +197,7 @@ pub(super) fn is_family(one: &WeightTask<'_>, other: &WeightTask<'_>) -> bool {
     by_matrix && known(one) == known(other) && (0..slices).all(same)
 }
 
-/// What the next family may use again.
+/// Values that the next family may use again.
 #[derive(Default)]
 pub(super) struct Caches {
     factors: HessianFactorCache,

@@ -193,7 +193,11 @@ impl Report {
         let schemes = self.schemes.iter().take(SHOWN).map(|(scheme, count)| {
             let Fp4Scheme { block_size, method, rule, .. } = scheme;
             let count = if self.schemes.len() > 1 { format!("{count} ") } else { String::new() };
-            format!("{count}{} in blocks of {block_size}, {method} by rule {rule}", scheme.format())
+            let rule = match *rule == ScaleRule::of_format(scheme.format()) {
+                true => String::new(),
+                false => format!(" by rule {rule}"),
+            };
+            format!("{count}{} in blocks of {block_size}, {method}{rule}", scheme.format())
         });
         let mut schemes: Vec<String> = schemes.collect();
         if self.schemes.len() > SHOWN {

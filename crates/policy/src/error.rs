@@ -5,8 +5,6 @@ use std::path::PathBuf;
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Method, ScaleRule, SearchError};
 
-use crate::preset::Preset;
-
 /// Reports why a [`Recipe`](crate::Recipe) cannot be used.
 ///
 /// `weights` names the weights of an entry; none for the choices for all weights.
@@ -45,7 +43,7 @@ pub enum RecipeError {
     OnlyWithPreset,
     /// A preset is for files alone.
     #[error("the preset `{0}` is for the files of its converter; choose another one for a module")]
-    Preset(Preset),
+    Preset(String),
     /// An entry does not name any weights.
     #[error("`weights` without `names`; add the names of weights")]
     Nameless,

@@ -294,7 +294,7 @@ fn outline(name: String, shape: Vec<usize>) -> Weight<'static> {
 fn policy(recipe: &Recipe) -> Result<Policy, Fp4Error> {
     let policy = Policy::new(recipe.clone())?;
     match policy.preset() {
-        Preset::Miles => Err(RecipeError::Preset(Preset::Miles).into()),
+        Preset::Miles => Err(RecipeError::Preset(policy.preset().to_string()).into()),
         _ => Ok(policy),
     }
 }

@@ -4,11 +4,16 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use burn::nn::Linear;
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
 use burn::tensor::Device;
-use burn_fp4::checkpoints::selection::{Decision, Policy, Selection};
-use burn_fp4::checkpoints::{Checkpoint, Model};
-use burn_fp4::{Fp4Config, Fp4Module, Fp4Report, Fp4Scheme, Outcome, Recipe, Unused};
+use burn_fp4::checkpoints::selection::{Decision, Policy, Reason, Selection};
+use burn_fp4::checkpoints::{Checkpoint, CheckpointError, Model};
+use burn_fp4::policy::PolicyError;
+use burn_fp4::{
+    CheckpointMap, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Fp4Scheme, Indivisible, Method,
+    Outcome, Recipe, RecipeFormat, RecipeWeights, Unused,
+};
 use llama::{Folder, Llama};
 use proptest::collection::vec;
 use proptest::option::of;
@@ -30,6 +35,10 @@ fn of_files(model: &Model<'_>, recipe: &Recipe) -> Option<Decided> {
     let policy = Policy::new(recipe.clone()).ok()?;
     let selection = Selection::of(model, &policy).ok()?;
     selection.check_not_empty(model).ok()?;
+    Some(of_selection(model, &selection))
+}
+
+fn of_selection(model: &Model<'_>, selection: &Selection) -> Decided {
     let name = |at: &usize| model.weights[*at].name.clone();
     let decided = |(at, decision): (usize, &Decision)| match decision {
         Decision::Keep(_) => None,
@@ -37,7 +46,7 @@ fn of_files(model: &Model<'_>, recipe: &Recipe) -> Option<Decided> {
             Some((name(&at), (*scheme, selection.groups[*group].iter().map(name).collect())))
         }
     };
-    Some(selection.decisions.iter().enumerate().filter_map(decided).collect())
+    selection.decisions.iter().enumerate().filter_map(decided).collect()
 }
 
 /// Quantizes a module as a recipe for its files says.
@@ -129,6 +138,213 @@ fn recipes() -> impl Strategy<Value = String> {
             format!("{choices}{lists}{first}{last}{together}{dialect}{preset}{entries}")
         },
     )
+}
+
+/// Patterns that fit the names of a model in files, and the paths of its parameters.
+const COMMON: [&str; 9] = [
+    "*.o_proj",
+    "**.layers.0.*",
+    "**.layers.1.",
+    "**.mlp.down_proj",
+    "**.layers.1.mlp.up_proj.weight",
+    "*.[gu]*_proj",
+    "*.self_attn.*",
+    "**.q_proj",
+    "*.nothing",
+];
+
+/// Choices that a recipe and the builder of a configuration have words for.
+#[derive(Debug, Clone)]
+struct Choices {
+    base: Fp4Scheme,
+    keep: Vec<&'static str>,
+    only: Vec<&'static str>,
+    entries: Vec<(&'static str, Fp4Scheme)>,
+    ends: (usize, usize),
+    shared: bool,
+}
+
+impl Choices {
+    fn all() -> impl Strategy<Value = Self> {
+        let scheme = || {
+            let schemes = [
+                Fp4Scheme::nvfp4(),
+                Fp4Scheme::nvfp4().with_block_size(32),
+                Fp4Scheme::nvfp4().with_method(Method::FOUR_OVER_SIX),
+                Fp4Scheme::mxfp4(),
+            ];
+            select(schemes.to_vec())
+        };
+        let names = |most: usize| subsequence(&COMMON[..], 0..=most);
+        let entries = vec((select(&COMMON[..]), scheme()), 0..3);
+        (scheme(), names(2), names(3), entries, (0..2_usize, 0..2_usize), any::<bool>()).prop_map(
+            |(base, keep, only, entries, ends, shared)| Self {
+                base,
+                keep,
+                only,
+                entries,
+                ends,
+                shared,
+            },
+        )
+    }
+
+    fn recipe(&self) -> Recipe {
+        let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        let entry = |(name, scheme): &(&str, Fp4Scheme)| RecipeWeights {
+            names: owned(&[name]),
+            format: Some(RecipeFormat::Fp4(scheme.format())),
+            block_size: Some(scheme.block_size),
+            method: Some(scheme.method),
+            rule: Some(scheme.rule),
+        };
+        Recipe {
+            format: Some(self.base.format()),
+            block_size: Some(self.base.block_size),
+            method: Some(self.base.method),
+            rule: Some(self.base.rule),
+            dialect: Some("modelopt".to_owned()),
+            keep: owned(&self.keep),
+            only: owned(&self.only),
+            first_layers_high_precision: Some(self.ends.0),
+            last_layers_high_precision: Some(self.ends.1),
+            together: Some(self.shared),
+            weights: self.entries.iter().map(entry).collect(),
+            ..Recipe::default()
+        }
+    }
+
+    fn config(&self) -> Fp4Config {
+        let (first, last) = self.ends;
+        let mut config = Fp4Config::new(self.base).keep_first(first).keep_last(last);
+        config = config.indivisible(Indivisible::Skip);
+        if self.only.is_empty() {
+            // The preset of files keeps them.
+            config = config.exclude("lm_head").exclude("embed_tokens");
+        }
+        config = self.keep.iter().fold(config, |config, name| config.exclude(*name));
+        config = self.only.iter().fold(config, |config, name| config.include(*name));
+        let with =
+            |config: Fp4Config, (name, scheme): &(&str, Fp4Scheme)| config.with(*name, *scheme);
+        config = self.entries.iter().fold(config, with);
+        match self.shared {
+            true => config
+                .share_scale(["q_proj", "k_proj", "v_proj"])
+                .share_scale(["gate_proj", "up_proj"]),
+            false => config,
+        }
+    }
+}
+
+#[test]
+fn a_configuration_decides_as_a_recipe_of_the_same_choices() {
+    let device = Device::flex();
+    let (same, failing) = (Cell::new(0), Cell::new(0));
+    for name in &MODELS[1..] {
+        let folder = Folder::open(&path(name)).expect("a folder");
+        let (dense, _) = folder.load::<Linear>(&device).expect("a model");
+        let checkpoint = Checkpoint::open(path(name)).expect("a checkpoint");
+        let model = checkpoint.model().expect("its weights");
+        let check = |choices: Choices| {
+            let policy = Policy::new(choices.recipe()).expect("choices that go together");
+            let found = |unused: Unused| {
+                let config = choices.config().unused(unused);
+                dense.clone().quantize_fp4(&config).map(|report| of_report(&report))
+            };
+            let text = format!("{name}: {choices:?}");
+            let selection = match Selection::of(&model, &policy) {
+                Ok(selection) => selection,
+                Err(error) => {
+                    failing.set(failing.get() + 1);
+                    let (problem, error) = match error {
+                        CheckpointError::Policy(PolicyError::NoMatch { .. }) => {
+                            (found(Unused::Error), "unused")
+                        }
+                        CheckpointError::Policy(
+                            PolicyError::OtherFormat { .. } | PolicyError::OtherScheme { .. },
+                        ) => (found(Unused::Report), "shared"),
+                        other => panic!("{text}: {other}"),
+                    };
+                    let kind = match problem {
+                        Err(Fp4Error::Unused(_)) => "unused",
+                        Err(Fp4Error::SharedScale { .. }) => "shared",
+                        // What fits nothing may be all that there is.
+                        Err(Fp4Error::NothingSelected(_)) => "unused",
+                        other => panic!("{text}: {other:?}"),
+                    };
+                    // Of two mistakes each side names one.
+                    let both = error == "unused" && choices.shared;
+                    prop_assert!(kind == error || both, "{}: {} and {}", text, kind, error);
+                    return Ok(());
+                }
+            };
+            let with = |one: &Decision| matches!(one, Decision::Keep(Reason::With(_)));
+            if selection.decisions.iter().any(with) {
+                // A configuration quantizes the others of a family.
+                return Ok(());
+            }
+            match (selection.check_not_empty(&model), found(Unused::Report)) {
+                (Ok(()), Ok(found)) => {
+                    prop_assert_eq!(found, of_selection(&model, &selection), "{}", text);
+                    same.set(same.get() + 1);
+                }
+                (Err(_), Err(Fp4Error::NothingSelected(_))) => failing.set(failing.get() + 1),
+                (expected, found) => panic!("{text}: {expected:?} and {found:?}"),
+            }
+            Ok(())
+        };
+        let config = Config { failure_persistence: None, ..Config::with_cases(96) };
+        let random = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
+        let run = TestRunner::new_with_rng(config, random).run(&Choices::all(), check);
+        run.unwrap_or_else(|error| panic!("{error}"));
+    }
+    let counts = (same.get(), failing.get());
+    assert!(counts.0 > 20 && counts.1 > 20, "{counts:?}");
+}
+
+/// Layers of which each has a path that ends as that of another one.
+#[derive(Module, Debug)]
+struct Nested {
+    x: Side,
+    z: Side,
+    inner: Sides,
+}
+
+#[derive(Module, Debug)]
+struct Sides {
+    x: Side,
+    z: Side,
+}
+
+#[derive(Module, Debug)]
+struct Side {
+    q: Linear,
+}
+
+#[test]
+fn a_recipe_shares_no_scale_between_modules_whose_paths_end_alike() {
+    let device = Device::flex();
+    let side = || Side { q: LinearConfig::new(32, 32).init(&device) };
+    let mut nested = Nested { x: side(), z: side(), inner: Sides { x: side(), z: side() } };
+    // In files the outer two are gate and up of one layer, and the inner two of two layers.
+    let mut map = CheckpointMap::new();
+    for (path, name) in [
+        ("x.q", "layers.0.gate_proj"),
+        ("z.q", "layers.0.up_proj"),
+        ("inner.x.q", "layers.1.gate_proj"),
+        ("inner.z.q", "layers.2.up_proj"),
+    ] {
+        let escaped = |text: &str| text.replace('.', r"\.");
+        map = map.rename(format!("^{}\\.", escaped(name)), format!("{path}."));
+        map = map.rename_back(format!("^{}\\.", escaped(path)), format!("{name}."));
+    }
+    let config = Fp4Config::of_recipe(&Recipe::default(), &nested, &map).expect("a configuration");
+    let report = nested.quantize_fp4(&config).expect("quantized");
+    let shared = report.quantized().filter_map(|one| match &one.outcome {
+        Outcome::Quantized { shares_scale_with: Some(_), .. } => Some(one.path.as_str()),
+        _ => None,
+    });
+    assert!(shared.eq(["x.q.weight", "z.q.weight"]), "{report}");
 }
 
 #[test]

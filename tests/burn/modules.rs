@@ -140,7 +140,7 @@ fn weights_are_selected_by_pattern_container_and_layer() {
     let nothing = Net::new(&device).quantize_fp4(&Fp4Config::nvfp4().include("nothing"));
     assert!(matches!(nothing, Err(Fp4Error::NothingSelected(_))));
     let broken = Net::new(&device).quantize_fp4(&Fp4Config::nvfp4().include("re:(a"));
-    assert!(matches!(&broken, Err(Fp4Error::Pattern(_))), "{broken:?}");
+    assert!(matches!(&broken, Err(Fp4Error::Policy(_))), "{broken:?}");
     assert!(broken.unwrap_err().to_string().starts_with("pattern `re:(a`: "));
 }
 

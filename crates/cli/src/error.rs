@@ -33,9 +33,6 @@ pub(crate) enum CliError {
         /// The command that downloads it.
         command: String,
     },
-    /// A pattern of an option matches nothing.
-    #[error("{}", with_dashes_of_list(.0))]
-    Pattern(Box<CheckpointError>),
     /// One of several checkpoints does not say its dialect.
     #[error("{error} with {option}")]
     Dialect {
@@ -255,26 +252,19 @@ fn with_dashes(error: &CheckpointError) -> String {
     }
 }
 
-/// Names the option, as the command line has it, instead of the list of the library.
-fn with_dashes_of_list(error: &CheckpointError) -> String {
-    let text = error.to_string();
-    match error {
-        CheckpointError::Policy(PolicyError::NoMatch { list, .. }) => {
-            text.replacen(&format!("`{list}`"), &format!("--{list}"), 1)
-        }
-        _ => text,
-    }
-}
-
 impl CliError {
-    /// The error of a pattern on the command line, if it is one.
-    pub(crate) fn of_option(self) -> Self {
-        match self {
-            Self::Checkpoint(error @ CheckpointError::Policy(PolicyError::NoMatch { .. })) => {
-                Self::Pattern(Box::new(error))
-            }
-            other => other,
+    /// The error of a pattern, with the name of the option in place of that of the list.
+    pub(crate) fn of_option(mut self) -> Self {
+        if let Self::Checkpoint(CheckpointError::Policy(PolicyError::NoMatch { list, .. })) =
+            &mut self
+        {
+            *list = match *list {
+                "`keep`" => "--keep",
+                "`only`" => "--only",
+                other => other,
+            };
         }
+        self
     }
 
     /// The error of work that has begun: files that are missing, or may not be read or written,

@@ -36,7 +36,12 @@ fn a_plan_is_printed_and_nothing_is_written() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     let plan = succeeds(folder.path(), "quantize model --dry-run");
-    for word in ["the output layer", "an embedding", "one scale with `", "14 of 19 weights"] {
+    for word in [
+        "the output layer",
+        "an embedding",
+        "shares a scale with k_proj, v_proj",
+        "14 of 19 weights",
+    ] {
         assert!(plan.contains(word), "{plan} does not say {word}");
     }
     assert_eq!(names(folder.path()), ["model"]);
@@ -241,8 +246,20 @@ fn with_statistics_gptq_says_the_error_of_outputs_too() {
     assert!(found < 0.7 * of("error_percent"), "{json}");
     let said = succeeds(folder.path(), &format!("{quantize} gptq --out again"));
     assert!(said.contains("; mean error of outputs "), "{said}");
-    let said = succeeds(folder.path(), &format!("{quantize} hessian --out hessian"));
-    assert!(!said.contains("outputs"), "{said}");
+    // Outputs are measured by every method.
+    let mut least = found;
+    for method in ["hessian", "sse-weighted", "sse", "amax"] {
+        let json = succeeds(folder.path(), &format!("{quantize} {method} --out {method} --json"));
+        let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+        let outputs = report["errors"]["weights"][0]["output_error_percent"].as_f64();
+        let outputs = outputs.expect("a number");
+        assert!(outputs > least, "{method}: {outputs}");
+        if method == "hessian" {
+            least = outputs;
+        }
+    }
+    let (_, _, note) = run(folder.path(), &format!("{quantize} sse --out noted"));
+    assert!(note.contains("gram.safetensors only measures errors of outputs"), "{note}");
 }
 
 #[test]
@@ -333,6 +350,50 @@ fn memory_is_that_of_statistics_too() {
     let (code, _, error) =
         model::run(folder.path(), "quantize model.safetensors --out sse --memory 70MB");
     assert_eq!(code, 0, "{error}");
+}
+
+/// Layers that share a tensor scale may have been calibrated apart.
+#[test]
+fn weights_that_share_a_tensor_scale_are_quantized_by_their_own_statistics() {
+    let folder = tempdir().expect("a folder");
+    let names = ["q_proj", "k_proj", "v_proj"].map(|n| format!("layers.0.self_attn.{n}.weight"));
+    let rows = [32, 16, 16];
+    let weights: Vec<_> = (0..3).map(|at| model::tensor(&names[at], &[rows[at], 64], 7)).collect();
+    model::write(&folder.path().join("model.safetensors"), &weights);
+    let gram = |seed: u64| -> Vec<f32> {
+        let mut random = model::random(seed);
+        let inputs: Vec<f32> = (0..96 * 64).map(|_| random()).collect();
+        let at = |i: usize| inputs.chunks(64).map(|x| x[i / 64] * x[i % 64]).sum();
+        (0..64 * 64).map(at).collect()
+    };
+    let write = |file: &str, seeds: [u64; 3]| {
+        let grams: Vec<_> =
+            (0..3).map(|at| floats(&names[at], &[64, 64], &gram(seeds[at]))).collect();
+        model::write(&folder.path().join(file), &grams);
+    };
+    let quantized = |seeds: [u64; 3], method: &str| {
+        let _ = fs::remove_dir_all(folder.path().join("out"));
+        write("grams.safetensors", seeds);
+        let options = "--calibration grams.safetensors --out out --json --method";
+        let json =
+            succeeds(folder.path(), &format!("quantize model.safetensors {options} {method}"));
+        let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+        let errors = report["errors"]["weights"].as_array().expect("a list").clone();
+        (packed_in(&folder.path().join("out")), errors)
+    };
+    for method in ["gptq", "hessian", "sse-weighted", "sse", "sse-tensor-scale"] {
+        let (own, errors) = quantized([1, 2, 2], method);
+        let ([first, others], mut used) = ([[1; 3], [2; 3]].map(|s| quantized(s, method)), 0);
+        for (at, name) in names.iter().enumerate() {
+            let (expected, other) = if at == 0 { (&first, &others) } else { (&others, &first) };
+            assert!(own[name] == expected.0[name], "{method}: {name}");
+            used += usize::from(own[name] != other.0[name]);
+            let place = errors.iter().position(|error| error["name"] == **name).expect("its error");
+            assert_eq!(errors[place], expected.1[place], "{method}: {name}");
+            assert!(errors[place]["output_error_percent"].is_number(), "{method}: {name}");
+        }
+        assert_eq!(used > 0, ["gptq", "hessian", "sse-weighted"].contains(&method), "{method}");
+    }
 }
 
 /// Each matrix of a stack has statistics of its own.
@@ -705,8 +766,13 @@ fn a_recipe_chooses_formats_for_some_weights_in_every_dialect_that_can_say_them(
         assert!(packed_in(&folder.path().join(format!("{dialect}-{other}"))) == found, "{dialect}");
     }
     let table = succeeds(folder.path(), "quantize model --dry-run --recipe mixed.toml");
-    let counts = "12 of 19 weights quantized, 5 mxfp4, 7 nvfp4 (";
-    let words = ["asked to keep `*.o_proj`", "3 `[[weights]]` tables applied", "mxfp4 32", counts];
+    let counts = "12 of 19 weights quantized (6 nvfp4 in blocks of 16, amax; 5 mxfp4 ";
+    let words = [
+        "asked to keep `*.o_proj`",
+        "; compressed-tensors, all-linear, 3 `[[weights]]` tables): ",
+        "mxfp4 32",
+        counts,
+    ];
     for word in words {
         assert!(table.contains(word), "{table} does not say {word}");
     }
@@ -777,9 +843,90 @@ fn recipes_that_cannot_be_obeyed_name_the_weight_and_the_dialect() {
     bad("", &dense, &["weights `*.o_proj`: dense ones have no method"]);
     bad("", "[[weights]]\nformat = \"dense\"\n", &["recipe.toml: line ", "`names`"]);
     let format = of("*.o_proj", "format = \"int4\"");
-    bad("", &format, &["recipe.toml: line 3: ", "`int4`: expected dense, nvfp4, mxfp4"]);
-    bad("", "preset = \"attention\"\n", &["recipe.toml: unknown preset `attention`", "mlp-only"]);
+    bad(
+        "",
+        &format,
+        &["recipe.toml: line 3: ", "`int4`: unknown; choose one of dense, nvfp4, mxfp4"],
+    );
+    bad(
+        "",
+        "preset = \"attention\"\n",
+        &["recipe.toml: line 1: preset `attention`: unknown; choose one of ", "mlp-only"],
+    );
+    bad("", &of("*.o_proj", ""), &["weights `*.o_proj`: names without a choice; add a format"]);
     assert_eq!(names(folder.path()), ["apart", "model", "recipe.toml"]);
+}
+
+#[test]
+fn tables_of_a_recipe_that_quantize_nothing_are_warned_of() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let warned = |recipe: &str| {
+        fs::write(folder.path().join("recipe.toml"), recipe).expect("a recipe");
+        let (code, _, error) = run(folder.path(), "quantize model --dry-run --recipe recipe.toml");
+        assert_eq!(code, 0, "{error}");
+        error
+    };
+    let table = |name: &str, choice: &str| format!("[[weights]]\nnames = ['{name}']\n{choice}\n");
+    let mxfp4 = "format = 'mxfp4'";
+    let head = warned(&format!("{}{}", table("*.mlp.*", mxfp4), table("lm_head", mxfp4)));
+    let says = "`[[weights]]` table 2 (`lm_head`): quantizes no weight: `lm_head.weight` stays \
+                (the output layer); remove the table, or choose the weight with `only`";
+    assert!(head.contains(says) && head.matches("[[weights]]").count() == 1, "{head}");
+    let twice = warned(&[table("*.o_proj", mxfp4), table("*.o_*", "method = 'amax'")].concat());
+    let says = "table 1 (`*.o_proj`): quantizes no weight: a later table decides about `model.";
+    assert!(twice.contains(says), "{twice}");
+    let dense = warned(&table("lm_head", "format = 'dense'"));
+    assert!(!dense.contains("[[weights]]"), "it is what the user wants: {dense}");
+}
+
+#[test]
+fn a_plan_names_the_schemes_that_weights_have() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let plan = |recipe: &str, json: &str| {
+        fs::write(folder.path().join("recipe.toml"), recipe).expect("a recipe");
+        succeeds(folder.path(), &format!("quantize model --dry-run --recipe recipe.toml {json}"))
+    };
+    let table = |name: &str, choice: &str| format!("[[weights]]\nnames = ['{name}']\n{choice}\n");
+    // All weights have another format than the recipe.
+    let all = plan(&format!("only = ['*.mlp.*']\n{}", table("*", "format = 'mxfp4'")), "");
+    assert!(all.contains(" quantized (mxfp4 in blocks of 32, sse; "), "{all}");
+    assert!(!all.contains("nvfp4") && !all.contains("method"), "{all}");
+    let mixed = [
+        table("*.o_proj", "method = 'amax'"),
+        table("*.down_proj", "rule = 'te-division'"),
+        table("*.mlp.[gu]*", "format = 'mxfp4'"),
+    ];
+    let text = plan(&mixed.concat(), "");
+    let line = |word: &str| text.lines().find(|line| line.contains(word)).expect("a line");
+    assert!(line(".o_proj").contains("amax") && line("weight ").contains("method"), "{text}");
+    assert!(line(".down_proj").contains("rule te-division"), "{text}");
+    assert!(!line(".up_proj").contains("floor") && !line(".q_proj").contains("sse"), "{text}");
+    assert!(text.contains("2 nvfp4 in blocks of 16, amax; "), "{text}");
+    let report: serde_json::Value =
+        serde_json::from_str(&plan(&mixed.concat(), "--json")).expect("an object");
+    let rows = report["weights"].as_array().expect("a list");
+    let of = |end: &str| {
+        let row = rows.iter().find(|row| row["name"].as_str().is_some_and(|n| n.ends_with(end)));
+        let row = row.expect("a row");
+        [&row["method"], &row["rule"]].map(|value| value.as_str().unwrap_or("none").to_owned())
+    };
+    assert_eq!(of("o_proj.weight"), ["amax", "te"]);
+    assert_eq!(of("up_proj.weight"), ["sse", "floor"]);
+    assert_eq!(of("lm_head.weight"), ["none", "none"]);
+}
+
+#[test]
+fn weights_of_an_unknown_architecture_that_are_guessed_are_marked() {
+    let folder = tempdir().expect("a folder");
+    let tensors = ["layers.0.q_proj.weight", "layers.0.odd.weight"];
+    let tensors = tensors.map(|name| model::tensor(name, &[32, 32], 1));
+    model::write(&folder.path().join("model.safetensors"), &tensors);
+    let plan = succeeds(folder.path(), "quantize model.safetensors --dry-run");
+    let line = |word: &str| plan.lines().find(|line| line.contains(word)).expect("a line");
+    assert!(line(".odd").contains("guessed by its shape"), "{plan}");
+    assert!(!line(".q_proj").contains("guessed"), "{plan}");
 }
 
 #[cfg(unix)]
@@ -948,6 +1095,12 @@ fn choices_that_do_not_go_together_are_named() {
     bad("--format mxfp4 --preset miles", &["preset `miles` is for nvfp4, not mxfp4"]);
     bad("--format mxfp4 --dialect miles", &["miles", "cannot hold"]);
     bad("--block-size 48", &["48", "expected 16 or 32"]);
+    bad("--keep *.{q,k}_proj", &["pattern `*.{q,k}_proj`: braces have no meaning; write "]);
+    bad("--keep *.[kv_proj", &["pattern `*.[kv_proj`: `[` is not closed; write "]);
+    bad("--keep *.q_proj,*.k_proj", &["none of 19", "a comma does not separate names"]);
+    bad("--keep *.O_PROJ", &["; did you mean `*.o_proj`?"]);
+    bad("--keep re:o_proj", &["; did you mean `re:.*o_proj`?"]);
+    bad("--keep *.z_proj", &["none of 19", "lm_head.weight`; name some of them"]);
     bad("--keep re:(", &["pattern `re:(`: unclosed group"]);
     bad("--keep re:(?!a)b", &["pattern `re:(?!a)b`: look-around"]);
     bad("--keep re:a{9999}{99}", &["pattern `re:a{9999}{99}`: ", "size limit"]);

@@ -168,16 +168,18 @@ fn recipes_that_a_module_cannot_obey_are_errors() {
     let config = config.expect("a configuration");
     assert_eq!(config.include.len(), 9, "{:?}", config.include);
     assert!(config.include.iter().all(|path| path.contains("mlp.") && !path.contains(".0.")));
-    assert_eq!(of("").expect("a configuration").share_scale.len(), 2);
-    assert!(of("together = false").expect("a configuration").share_scale.is_empty());
+    let groups = of("").expect("a configuration").share_scale_of;
+    assert!(groups.iter().any(|group| group.len() == 3) && groups.iter().any(|g| g.len() == 2));
+    assert!(of("together = false").expect("a configuration").share_scale_of.is_empty());
 
     let key = "[[weights]]\nnames = [\"*.0.*.k_proj\"]\n";
     let error = of(&format!("{key}format = \"mxfp4\"\n")).expect_err("it runs as one");
     assert!(matches!(error, Fp4Error::Checkpoint(_)), "{error}");
     assert!(error.to_string().contains("layers.0.self_attn."), "{error}");
-    let error = of("[[weights]]\nnames = [\"*.gate\"]\n").expect_err("no such name");
+    let error =
+        of("[[weights]]\nnames = [\"*.gate\"]\nmethod = \"amax\"\n").expect_err("no such name");
     assert!(error.to_string().contains("`weights` pattern `*.gate`"), "{error}");
-    for wrong in ["block-size = 8", "preset = \"miles\"", "preset = \"all\""] {
+    for wrong in ["block-size = 8", "preset = \"miles\""] {
         let error = of(wrong).expect_err(wrong);
         assert!(matches!(error, Fp4Error::Recipe(_)), "{error}");
     }

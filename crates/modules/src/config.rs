@@ -20,7 +20,7 @@ pub enum Indivisible {
 }
 
 /// Handling of a part of a configuration that nothing uses: a pattern, an added container or an
-/// override that fits no parameter, a group of siblings of which nowhere two are selected, a
+/// override that fits no parameter, a group of weights of which nowhere two are selected, a
 /// calibration that no method reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -177,6 +177,9 @@ pub struct Fp4Config {
     /// Names of sibling modules whose weights share one tensor scale, as kernels need it that fuse
     /// their products.
     pub share_scale: Vec<Vec<String>>,
+    /// Whole paths of weights that share one tensor scale, wherever they are in the module. They
+    /// count before [`share_scale`](Self::share_scale).
+    pub share_scale_of: Vec<Vec<String>>,
     /// Handling of a weight that blocks do not divide.
     pub indivisible: Indivisible,
     /// Handling of a part of this configuration that nothing uses.
@@ -233,6 +236,7 @@ impl Fp4Config {
             keep_last: 0,
             budget: None,
             share_scale: Vec::new(),
+            share_scale_of: Vec::new(),
             indivisible: Indivisible::Error,
             unused: Unused::Error,
             saturated: Saturated::PassThrough,
@@ -355,10 +359,31 @@ impl Fp4Config {
         self
     }
 
-    /// Lets the weights of sibling modules with these names share a tensor scale. A name may be
-    /// the end of a path, such as `attention.query`, or a whole path.
+    /// Lets the weights of sibling modules with these names share a tensor scale, in every module
+    /// that has two of them. A name may be the end of a path, such as `attention.query`. For
+    /// weights that are no siblings there is [`share_scale_of`](Self::share_scale_of).
     pub fn share_scale(mut self, siblings: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.share_scale.push(siblings.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Lets the weights of these paths share a tensor scale, and no others. Paths are whole, such
+    /// as `layers.0.attention.query.weight`.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module};
+    ///
+    /// let device = Device::flex();
+    /// let mut layers: Vec<_> = (0..3).map(|_| LinearConfig::new(64, 64).init(&device)).collect();
+    /// let config = Fp4Config::nvfp4().share_scale_of(["0.weight", "2.weight"]);
+    /// let report = layers.quantize_fp4(&config)?;
+    /// assert!(report.to_string().contains("{0.weight,2.weight}"));
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    pub fn share_scale_of(mut self, paths: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.share_scale_of.push(paths.into_iter().map(Into::into).collect());
         self
     }
 

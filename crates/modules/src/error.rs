@@ -44,9 +44,9 @@ pub enum Fp4Error {
         /// The error of the next one.
         problem: Box<Fp4Error>,
     },
-    /// A pattern has no meaning.
+    /// There is no decision about the parameters, as for a pattern without a meaning.
     #[error("{0}")]
-    Pattern(PolicyError),
+    Policy(PolicyError),
     /// A container's axis is not one of a parameter's.
     #[error(
         "parameter `{path}`: container `{container}` is blocked along axis {axis}, but its rank is \
@@ -294,7 +294,7 @@ impl From<PolicyError> for Fp4Error {
     fn from(problem: PolicyError) -> Self {
         match problem {
             PolicyError::Scheme(problem) => OpsError::from(problem).into(),
-            problem => Self::Pattern(problem),
+            problem => Self::Policy(problem),
         }
     }
 }

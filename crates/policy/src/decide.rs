@@ -5,7 +5,8 @@
 //! tensor scale.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::iter;
 
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::formats::Fp4Format;
@@ -15,20 +16,16 @@ use crate::families::{families, keep_together};
 use crate::patterns::Patterns;
 use crate::preset::{Names, Preset};
 use crate::reason::Reason;
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, RecipeWeights};
 use crate::weight::{Constraints, Fused, WeightInfo};
 
 /// A recipe with its schemes: all that a user has to say about the weights of a model.
 #[derive(Debug, Clone)]
 pub struct Policy {
-    /// The choices. Formats, block sizes, rules and methods are in the schemes.
-    pub recipe: Recipe,
-    /// The preset of the recipe.
-    pub preset: Preset,
-    /// Scheme of weights that match no entry of [`Recipe::weights`].
-    pub base: Fp4Scheme,
-    /// A scheme for every entry of [`Recipe::weights`]; `None` for dense weights.
-    pub schemes: Vec<Option<Fp4Scheme>>,
+    recipe: Recipe,
+    base: Fp4Scheme,
+    /// One for every entry of the recipe; `None` for dense weights.
+    schemes: Vec<Option<Fp4Scheme>>,
 }
 
 /// The fate of a weight.
@@ -53,30 +50,69 @@ pub struct Decisions {
     /// The weights that are quantized with one tensor scale, in the order of the model. Most are
     /// alone.
     pub groups: Vec<Vec<usize>>,
+    /// Entries of [`Recipe::weights`] with a scheme by which no weight is quantized.
+    pub idle: Vec<usize>,
 }
 
 impl Policy {
     /// Makes the policy of a recipe.
     ///
     /// # Errors
-    /// [`RecipeError`] for an unknown preset and for choices that do not go together.
+    /// [`RecipeError`] for choices that do not go together.
     pub fn new(recipe: Recipe) -> Result<Self, RecipeError> {
-        let preset = recipe.preset.as_deref().map(str::parse::<Preset>).transpose();
-        let preset = preset.map_err(RecipeError::Preset)?.unwrap_or_default();
         let (base, schemes) = (recipe.base()?, recipe.schemes()?);
-        Ok(Self { recipe, preset, base, schemes })
+        Ok(Self { recipe, base, schemes })
+    }
+
+    /// Makes the policy of schemes that a recipe has no words for: one for the weights that match
+    /// no override, and one for each override, by a pattern. They take the place of the recipe's
+    /// format, block size, method, rule and entries.
+    #[must_use]
+    pub fn with_schemes(
+        recipe: Recipe,
+        base: Fp4Scheme,
+        overrides: impl IntoIterator<Item = (String, Fp4Scheme)>,
+    ) -> Self {
+        let entry = |(name, scheme)| {
+            (RecipeWeights { names: vec![name], ..RecipeWeights::default() }, Some(scheme))
+        };
+        let (weights, schemes) = overrides.into_iter().map(entry).unzip();
+        Self { recipe: Recipe { weights, ..recipe }, base, schemes }
+    }
+
+    /// The choices. Formats, block sizes, rules and methods are in the schemes.
+    #[must_use]
+    pub fn recipe(&self) -> &Recipe {
+        &self.recipe
+    }
+
+    /// The preset of the recipe, or the default.
+    #[must_use]
+    pub fn preset(&self) -> Preset {
+        self.recipe.preset.unwrap_or_default()
+    }
+
+    /// The scheme of weights that match no entry of [`Recipe::weights`].
+    pub fn base(&self) -> Fp4Scheme {
+        self.base
+    }
+
+    /// The schemes that weights may be quantized by: that of [`base`](Self::base), and those of the
+    /// entries of [`Recipe::weights`] that are not dense.
+    pub fn schemes(&self) -> impl Iterator<Item = &Fp4Scheme> {
+        iter::once(&self.base).chain(self.schemes.iter().flatten())
     }
 
     /// Checks that every pattern matches a weight: one that matches nothing is a mistake.
     ///
     /// # Errors
-    /// [`PolicyError::NoMatch`] and [`PolicyError::Pattern`].
+    /// [`PolicyError::NoMatch`], [`PolicyError::Malformed`] and [`PolicyError::Pattern`].
     pub fn check_used(&self, weights: &[WeightInfo<'_>]) -> Result<(), PolicyError> {
         let names = || weights.iter().map(WeightInfo::names);
-        Patterns::new(&self.recipe.keep)?.check_used("keep", names())?;
-        Patterns::new(&self.recipe.only)?.check_used("only", names())?;
+        Patterns::new(&self.recipe.keep)?.check_used("`keep`", names())?;
+        Patterns::new(&self.recipe.only)?.check_used("`only`", names())?;
         let entries = self.recipe.weights.iter().flat_map(|entry| &entry.names);
-        Patterns::new(entries)?.check_used("weights", names())
+        Patterns::new(entries)?.check_used("`weights`", names())
     }
 
     /// Decides about every weight.
@@ -100,14 +136,15 @@ impl Policy {
     /// };
     /// let policy = Policy::new(recipe).expect("a recipe");
     /// let decided = policy.decide(&weights, &by)?;
-    /// assert_eq!(decided.weights[0], Decision::Quantize { scheme: policy.base, group: 0 });
+    /// assert_eq!(decided.weights[0], Decision::Quantize { scheme: policy.base(), group: 0 });
     /// assert_eq!(decided.weights[1], Decision::Keep(Reason::Asked("*.o_proj".to_owned())));
     /// # Ok::<(), burn_fp4_policy::PolicyError>(())
     /// ```
     ///
     /// # Errors
-    /// [`PolicyError::Pattern`]; [`PolicyError::OtherFormat`] and [`PolicyError::OtherScheme`] for
-    /// layers that are fused and would be quantized differently; [`PolicyError::Scheme`].
+    /// [`PolicyError::Malformed`] and [`PolicyError::Pattern`]; [`PolicyError::OtherFormat`] and
+    /// [`PolicyError::OtherScheme`] for layers that are fused and would be quantized differently;
+    /// [`PolicyError::Scheme`].
     pub fn decide(
         &self,
         weights: &[WeightInfo<'_>],
@@ -119,7 +156,7 @@ impl Policy {
             policy: self,
             by,
             entries: &entries,
-            names: Names::of(self.preset),
+            names: Names::of(self.preset())?,
             keep: Patterns::new(&self.recipe.keep)?,
             only: Patterns::new(&self.recipe.only)?,
         };
@@ -129,7 +166,7 @@ impl Policy {
             (Some(true), _) => Fused::Together,
             (Some(false), _) => Fused::Apart,
             // The converter of miles decides about each of a pair alone.
-            (None, Fused::Together) if self.preset == Preset::Miles => Fused::Scale,
+            (None, Fused::Together) if self.preset() == Preset::Miles => Fused::Scale,
             (None, fused) => fused,
         };
         let schemes: Vec<_> = found.iter().map(|entry| self.scheme(entry.map(|e| e.0))).collect();
@@ -148,7 +185,7 @@ impl Policy {
             }
         }
         let shared = if fused == Fused::Apart || !by.tensor_scales { &[][..] } else { &families };
-        let groups = groups(self.preset, weights, shared, &reasons, &schemes);
+        let groups = groups(self.preset(), weights, shared, &reasons, &schemes);
         for members in &groups {
             let (first, scheme) = (members[0], schemes[members[0]]);
             if let Some(&other) = members.iter().find(|&&at| schemes[at] != scheme) {
@@ -173,8 +210,12 @@ impl Policy {
                 decisions[at] = Some(Decision::Quantize { scheme, group });
             }
         }
+        let used = groups.iter().flatten().filter_map(|&at| Some(found[at]?.0));
+        let used: BTreeSet<usize> = used.collect();
+        let idle = |at: &usize| self.schemes[*at].is_some() && !used.contains(at);
+        let idle = (0..self.schemes.len()).filter(idle).collect();
         let weights = decisions.into_iter().map(|one| one.expect("kept, or in a group")).collect();
-        Ok(Decisions { weights, groups })
+        Ok(Decisions { weights, groups, idle })
     }
 
     /// The scheme of weights that an entry is about; none if they stay dense.
@@ -226,8 +267,10 @@ impl Judge<'_> {
         if let Some(pattern) = self.keep.first(weight.names()) {
             return Some(Reason::Asked(pattern.to_owned()));
         }
-        if let Some(layer) = weight.layer.filter(|&layer| keeps_layer(recipe, layer)) {
-            return Some(Reason::Layer(layer.0));
+        if let Some((layer, count)) = weight.layer
+            && recipe.dense_layers(count).iter().any(|layers| layers.contains(&layer))
+        {
+            return Some(Reason::Layer(layer));
         }
         if self.only.is_empty() {
             if let Some(reason) = self.names.keeps(weight) {
@@ -247,15 +290,6 @@ impl Judge<'_> {
         let (cols, of) = (weight.cols, (self.by.columns)(scheme.format(), scheme.block_size));
         (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
     }
-}
-
-/// Returns true if a layer, by its number and the count of layers, is one at the start or the end
-/// that stays dense.
-fn keeps_layer(recipe: &Recipe, (layer, count): (usize, usize)) -> bool {
-    let first = recipe.first_layers_high_precision.unwrap_or(0);
-    let last = recipe.last_layers_high_precision.unwrap_or(0);
-    let from_end = count.checked_sub(layer);
-    layer < first || from_end.is_some_and(|left| (1..=last).contains(&left))
 }
 
 /// The layout of a scheme's codes.
@@ -319,26 +353,4 @@ fn groups(
         }
     }
     groups
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn layers_are_counted_from_both_ends_whatever_a_file_says_of_their_number() {
-        let ends = |first, last| Recipe {
-            first_layers_high_precision: Some(first),
-            last_layers_high_precision: Some(last),
-            ..Recipe::default()
-        };
-        let kept = |recipe: &Recipe, count| -> Vec<usize> {
-            (0..6).filter(|&layer| keeps_layer(recipe, (layer, count))).collect()
-        };
-        assert_eq!(kept(&ends(1, 2), 4), [0, 2, 3]);
-        assert_eq!(kept(&ends(3, 2), 4), [0, 1, 2, 3]);
-        assert_eq!(kept(&Recipe::default(), 4), [0; 0]);
-        assert!(keeps_layer(&ends(0, 1), (usize::MAX - 1, usize::MAX)));
-        assert!(!keeps_layer(&ends(0, usize::MAX), (7, 6)));
-    }
 }

@@ -36,17 +36,26 @@ pub enum RecipeError {
         problem: String,
     },
     /// A recipe cannot be written as TOML.
-    #[error("the recipe cannot be written as TOML: {0}")]
+    #[error("the recipe cannot be written as TOML: {0}; use paths in UTF-8 and smaller numbers")]
     NotToml(String),
     /// Weights are selected in two ways.
     #[error("`only` does not go with `preset`: both choose the weights; remove one of them")]
     OnlyWithPreset,
-    /// A preset is unknown, or not usable here.
-    #[error("{0}")]
+    /// A preset is for files alone.
+    #[error("the preset `{0}` is for the files of its converter; choose another one for a module")]
     Preset(String),
     /// An entry does not name any weights.
     #[error("`weights` without `names`; add the names of weights")]
     Nameless,
+    /// An entry names weights and chooses nothing for them.
+    #[error(
+        "weights `{weights}`: names without a choice; add a format, block size, method or rule, \
+         or remove the table"
+    )]
+    NoChoice {
+        /// The weights.
+        weights: String,
+    },
     /// Dense weights have choices for quantization.
     #[error(
         "weights `{weights}`: dense ones have no method, rule or block size; remove these, or the \
@@ -70,7 +79,10 @@ pub enum RecipeError {
         format: Fp4Format,
     },
     /// A format does not have blocks of this size.
-    #[error("{}block size {found}: expected {}", of(.weights), sizes(.expected))]
+    #[error(
+        "{}block size {found}: expected {}; choose one of these",
+        of(.weights), sizes(.expected)
+    )]
     BlockSize {
         /// The weights.
         weights: Option<String>,
@@ -108,11 +120,11 @@ pub enum RecipeError {
 pub enum PolicyError {
     /// A pattern of a user matches nothing.
     #[error(
-        "`{list}` pattern `{pattern}` matches none of {tensors} tensor{}{}",
-        if *.tensors == 1 { "" } else { "s" }, hint(.nearest, .first)
+        "{list} pattern `{pattern}` matches none of {tensors} tensor{}{}",
+        if *.tensors == 1 { "" } else { "s" }, hint(.pattern, .nearest, .first)
     )]
     NoMatch {
-        /// Name of the list.
+        /// Name of the list, as it is printed.
         list: &'static str,
         /// The pattern.
         pattern: String,
@@ -122,6 +134,14 @@ pub enum PolicyError {
         first: String,
         /// A pattern that is spelt much like it and matches some.
         nearest: Option<String>,
+    },
+    /// A pattern has characters that other tools read as operators.
+    #[error("pattern `{pattern}`: {problem}")]
+    Malformed {
+        /// The pattern as the user has it.
+        pattern: String,
+        /// The characters, and what to write instead.
+        problem: &'static str,
     },
     /// A pattern has no meaning.
     #[error("pattern `{pattern}`: {}", reason(.source))]
@@ -164,8 +184,11 @@ fn sizes(expected: &[usize]) -> String {
 }
 
 /// Suggests a name for a pattern that matches nothing.
-fn hint(nearest: &Option<String>, first: &str) -> String {
+fn hint(pattern: &str, nearest: &Option<String>, first: &str) -> String {
     match nearest {
+        None if pattern.contains(',') && !pattern.starts_with("re:") => {
+            "; write a pattern for each name: a comma does not separate names".to_owned()
+        }
         Some(nearest) => format!("; did you mean `{nearest}`?"),
         None => format!(", such as `{first}`; name some of them, or leave it out"),
     }

@@ -15,11 +15,12 @@
 //! | `*.down_proj`, `layers.1*` | `*` is any text, dots included, and `?` one character |
 //! | `*.[kv]_proj`, `*.[!q]_proj` | `[kv]` is one of these characters, `[!q]` is another one |
 //! | `**.output.*` | `**.` is any number of components, also none: `output.x`, `a.b.output.x` |
-//! | `layers.0.` | names within this module |
+//! | `layers.0.`, `**.layers.0.` | names within this module; `**.` and wild cards may be before |
 //! | `re:.*\.(o\|down)_proj$` | a regular expression, from the start of the name; `$` is its end |
 //!
 //! A pattern matches the whole name of a weight, `layers.0.up_proj.weight`, or of its module,
-//! `layers.0.up_proj`.
+//! `layers.0.up_proj`. Upper and lower case differ. Braces and commas do not list names; write a
+//! pattern for each.
 //!
 //! | file | what it holds |
 //! |---|---|

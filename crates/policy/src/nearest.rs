@@ -14,8 +14,13 @@ pub(crate) fn nearest(
     pattern: &str,
     matches: impl Fn(&str) -> bool,
 ) -> Option<String> {
-    if pattern.starts_with("re:") {
-        return None;
+    if let Some(regex) = pattern.strip_prefix("re:") {
+        // Matched from the start of a name, and to its end only with `$`.
+        let open = regex.strip_suffix('$').unwrap_or(regex);
+        let start = format!(".*{}", regex.strip_prefix('^').unwrap_or(regex));
+        let both = format!(".*{}", open.strip_prefix('^').unwrap_or(open));
+        let all = [start, open.to_owned(), both].map(|regex| format!("re:{regex}"));
+        return all.into_iter().find(|found| matches(found));
     }
     let widened = |text: &str| {
         let mut all = vec![text.to_owned()];
@@ -53,10 +58,30 @@ fn respelt(known: &BTreeSet<&str>, word: &str) -> Option<String> {
     if is_number(letters) {
         return None;
     }
-    let distance = |name: &&str| osa_distance(name, letters);
-    let found = known.iter().filter(|name| !is_number(name)).min_by_key(|name| distance(name))?;
-    let near = distance(found) <= (letters.chars().count() / 3).max(1);
-    near.then(|| word.replace(letters, found))
+    let found = known.iter().filter(|name| !is_number(name));
+    let found = found.filter_map(|name| Some((distance(name, letters)?, name)));
+    let (_, found) = found.min_by_key(|(edits, _)| *edits)?;
+    Some(word.replace(letters, found))
+}
+
+/// The number of edits between a word of a name and letters that may be it misspelt. None: they are
+/// different words, as `q_proj` and `o_proj` are.
+fn distance(name: &str, letters: &str) -> Option<usize> {
+    let [name, letters] = [name, letters].map(str::to_lowercase);
+    if name.replace('_', "") == letters.replace('_', "") {
+        return Some(0);
+    }
+    let (names, parts) = (name.split('_'), letters.split('_'));
+    if names.clone().count() != parts.clone().count() {
+        return None;
+    }
+    names.zip(parts).try_fold(0, |sum, (name, part)| {
+        // Other numbers are other layers, and so are other short words.
+        let digits = |text: &str| -> String { text.chars().filter(char::is_ascii_digit).collect() };
+        let edits = osa_distance(name, part);
+        let near = edits <= (part.chars().count() + 1) / 4 && digits(name) == digits(part);
+        near.then_some(sum + edits)
+    })
 }
 
 #[cfg(test)]
@@ -87,6 +112,14 @@ mod tests {
             ("model.layers.7.mlp.up_proj", None),
             ("nothing*", None),
             ("re:lm_haed", None),
+            ("re:up_proj", Some("re:.*up_proj")),
+            ("re:model\\.layers$", Some("re:model\\.layers")),
+            ("re:^mlp$", Some("re:.*mlp")),
+            ("*.UP_PROJ", Some("*.up_proj")),
+            ("*.upproj", Some("*.up_proj")),
+            ("*.q_proj", None),
+            ("*.k_proj", None),
+            ("lm_heal_x", None),
         ] {
             assert_eq!(nearest(&names, pattern, matches).as_deref(), expected, "{pattern}");
         }

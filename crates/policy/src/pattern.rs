@@ -28,6 +28,9 @@ const MOST: usize = 1 << 20;
 /// Characters that make a text without a mark a regular expression: names have none of them.
 const OPERATORS: [char; 10] = ['*', '+', '?', '\\', '[', '(', '{', '|', '$', '^'];
 
+/// Characters that make a text a glob.
+const WILD: [char; 3] = ['*', '?', '['];
+
 /// Any number of components between two dots.
 const COMPONENTS: &str = ".**.";
 
@@ -86,6 +89,10 @@ impl Pattern {
                 return Self::Regex(regex.to_owned());
             }
             (Some(_), Syntax::Glob) | (None, Syntax::Regex) => return Self::Exact(owned),
+            // The names within modules that wild cards choose.
+            (None, Syntax::Recipe) if text.ends_with('.') && text.contains(WILD) => {
+                return Self::parse(&format!("{text}*"), syntax);
+            }
             (None, Syntax::Recipe) if format!(".{text}").contains(COMPONENTS) => {
                 return Self::Regex(format!("{}$", regex_of_components(text)));
             }
@@ -94,10 +101,9 @@ impl Pattern {
         if let Some(container) = text.strip_suffix('.') {
             return Self::Within(container.to_owned());
         }
-        let wild = ['*', '?', '['];
         match text.strip_suffix('*') {
-            Some(prefix) if !prefix.contains(wild) => Self::PrefixStar(prefix.to_owned()),
-            _ if text.contains(wild) => Self::Glob(owned),
+            Some(prefix) if !prefix.contains(WILD) => Self::PrefixStar(prefix.to_owned()),
+            _ if text.contains(WILD) => Self::Glob(owned),
             _ => Self::Exact(owned),
         }
     }
@@ -128,7 +134,8 @@ impl Pattern {
             (_, Syntax::Regex | Syntax::Names) => None,
         };
         // A name may have characters that are operators there: `a*` of compressed-tensors.
-        match text.filter(|text| self.is_same(&Self::parse(text, syntax))) {
+        let reads = |text: &String| syntax != Syntax::Recipe || malformed(text).is_none();
+        match text.filter(|text| reads(text) && self.is_same(&Self::parse(text, syntax))) {
             None if syntax != Syntax::Glob => Some(format!("re:{}", self.regex())),
             text => text,
         }
@@ -205,12 +212,6 @@ enum Kind {
 }
 
 impl Matcher {
-    /// Makes a glob ready to match names.
-    #[must_use]
-    pub fn of_glob(glob: &str) -> Self {
-        Pattern::parse(glob, Syntax::Glob).matcher().expect("a glob is an expression")
-    }
-
     /// Returns true if the pattern matches a name.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
@@ -220,6 +221,28 @@ impl Matcher {
             Kind::Regex(regex) => regex.is_match(name),
         }
     }
+}
+
+/// Finds characters in a pattern of a recipe that look like operators and are none. Names of
+/// weights have none of them.
+pub(crate) fn malformed(text: &str) -> Option<&'static str> {
+    if text.starts_with("re:") {
+        return None;
+    }
+    if text.contains(['{', '}']) {
+        return Some(
+            "braces have no meaning; write a pattern for each name, or a regular expression such \
+             as `re:.*\\.(k|v)_proj$`",
+        );
+    }
+    let mut rest = text;
+    while let Some((_, after)) = rest.split_once('[') {
+        let Some((_, behind)) = choice(after) else {
+            return Some("`[` is not closed; write `[kv]` for one of two characters");
+        };
+        rest = behind;
+    }
+    None
 }
 
 /// The prefix star of a regular expression that is a literal and `.*`.
@@ -370,6 +393,9 @@ mod tests {
         check("**.**.a", Syntax::Recipe, &["a", "x.a", "x.y.a"], &["xa"]);
         check("a.**", Syntax::Recipe, &["a.b", "a.b.c"], &["a", "ab.c"]);
         check("*.a", Syntax::Recipe, &["x.a", "x.y.a"], &["a"]);
+        check("**.l.0.", Syntax::Recipe, &["l.0.a", "x.l.0.a.b"], &["l.0", "xl.0.a", "l.00.a"]);
+        check("*.l.0.", Syntax::Recipe, &["x.l.0.a", "x.y.l.0.a"], &["l.0.a", "x.l.0"]);
+        check("l.[01].", Syntax::Recipe, &["l.0.a", "l.1.a.b"], &["l.2.a", "l.0"]);
         check("**.a", Syntax::Glob, &["x.a"], &["a"]);
     }
 
@@ -383,6 +409,17 @@ mod tests {
         let odd = Pattern::Exact("a*".to_owned());
         assert_eq!(odd.write(Syntax::Glob), None);
         assert_eq!(odd.write(Syntax::Unmarked).as_deref(), Some("a\\*$"));
+    }
+
+    #[test]
+    fn names_with_braces_and_open_brackets_are_written_for_recipes_as_expressions() {
+        for name in ["a{b}", "a[b"] {
+            let text = Pattern::Exact(name.to_owned()).write(Syntax::Recipe).expect("a text");
+            assert_eq!(malformed(&text), None, "{text}");
+            let matcher = Pattern::parse(&text, Syntax::Recipe).matcher().expect("a pattern");
+            assert!(matcher.matches(name) && !matcher.matches("ab"), "{text}");
+        }
+        assert_eq!(malformed("*.[kv]_proj"), None);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use crate::error::PolicyError;
 use crate::nearest::nearest;
-use crate::pattern::{Matcher, Pattern, Syntax};
+use crate::pattern::{Matcher, Pattern, Syntax, malformed};
 
 /// A list of patterns, ready to match the names of weights and of their modules.
 ///
@@ -20,12 +20,16 @@ impl<'t> Patterns<'t> {
     /// Reads patterns in the [syntax of recipes](crate#patterns).
     ///
     /// # Errors
+    /// [`PolicyError::Malformed`] for braces and brackets that are not closed, and
     /// [`PolicyError::Pattern`] for a regular expression that is none.
     pub fn new(texts: impl IntoIterator<Item = &'t String>) -> Result<Self, PolicyError> {
         let texts: Vec<&str> = texts.into_iter().map(String::as_str).collect();
         let mut exact: HashMap<String, Vec<usize>> = HashMap::new();
         let mut others = Vec::new();
         for (at, text) in texts.iter().enumerate() {
+            if let Some(problem) = malformed(text) {
+                return Err(PolicyError::Malformed { pattern: (*text).to_owned(), problem });
+            }
             match Pattern::parse(text, Syntax::Recipe) {
                 Pattern::Exact(text) => exact.entry(text).or_default().push(at),
                 pattern => others.push((at, pattern.matcher()?)),

@@ -3,15 +3,16 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use crate::pattern::Matcher;
+use crate::error::PolicyError;
+use crate::pattern::{Matcher, Pattern, Syntax};
 use crate::reason::Reason;
 use crate::weight::{Role, WeightInfo};
 
 /// Which weights are quantized, by their names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", try_from = "String")]
 pub enum Preset {
     /// Every linear layer but those that no one quantizes.
     #[default]
@@ -34,9 +35,18 @@ pub struct PresetRow {
     pub summary: &'static str,
 }
 
-/// Names of feed-forward networks, dense or of experts.
-const MLP: [&str; 6] =
-    ["*mlp*", "*feed_forward*", "*block_sparse_moe*", "*.ffn*", "*experts*", "*.moe.*"];
+/// Names of feed-forward networks, dense or of experts, where the owner of the weights does not
+/// know them.
+const MLP: [&str; 8] = [
+    "*mlp*",
+    "*feed_forward*",
+    "*block_sparse_moe*",
+    "*.ffn*",
+    "*.fc[12]",
+    "*.DenseReluDense.*",
+    "*experts*",
+    "*.moe.*",
+];
 /// Names of experts, routed or shared.
 const EXPERTS: [&str; 3] = ["*experts*", "*_exps", "*shared_expert*"];
 
@@ -94,15 +104,19 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    pub(crate) fn of(preset: Preset) -> Self {
+    /// # Errors
+    /// [`PolicyError::Pattern`].
+    pub(crate) fn of(preset: Preset) -> Result<Self, PolicyError> {
         let asked: Option<(&[&str], _)> = match preset {
             Preset::AllLinear | Preset::Miles => None,
             Preset::MlpOnly => Some((&MLP, "not a feed-forward network")),
             Preset::ExpertsOnly => Some((&EXPERTS, "not an expert")),
         };
-        let ready = |globs: &[&str]| globs.iter().map(|glob| Matcher::of_glob(glob)).collect();
-        let asked = asked.map(|(globs, what)| (ready(globs), what));
-        Self { preset, asked }
+        let ready = |glob: &&str| Pattern::parse(glob, Syntax::Glob).matcher();
+        let asked = asked.map(|(globs, what)| -> Result<_, PolicyError> {
+            Ok((globs.iter().map(ready).collect::<Result<_, _>>()?, what))
+        });
+        Ok(Self { preset, asked: asked.transpose()? })
     }
 
     /// Finds a reason to keep a matrix.
@@ -119,7 +133,11 @@ impl Names {
             Role::Unlisted(architecture) => return Some(Reason::Unlisted(architecture)),
         }
         let (asked, what) = self.asked.as_ref()?;
-        (!asked.iter().any(|m| m.matches(module))).then_some(Reason::Preset(what))
+        let chosen = match (self.preset, weight.feed_forward) {
+            (Preset::MlpOnly, Some(known)) => known,
+            _ => asked.iter().any(|m| m.matches(module)),
+        };
+        (!chosen).then_some(Reason::Preset(what))
     }
 }
 
@@ -129,12 +147,20 @@ impl fmt::Display for Preset {
     }
 }
 
+impl TryFrom<String> for Preset {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        name.parse()
+    }
+}
+
 impl FromStr for Preset {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|preset| preset.row().name == name);
         let names = || Self::ALL.map(|preset| preset.row().name).join(", ");
-        found.ok_or_else(|| format!("unknown preset `{name}`: expected one of {}", names()))
+        found.ok_or_else(|| format!("preset `{name}`: unknown; choose one of {}", names()))
     }
 }

@@ -3,6 +3,7 @@
 //! This file turns the entries of a recipe into schemes; `decide.rs` matches names with them.
 
 use core::fmt;
+use core::ops::Range;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,7 @@ use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use serde::{Deserialize, Serialize};
 
 use crate::error::RecipeError;
+use crate::preset::Preset;
 
 /// Holds the choices for the weights of a model: the TOML file of `fp4 quantize --recipe`, which
 /// Burn modules can use too. Keys are the names of the fields, with dashes.
@@ -56,8 +58,8 @@ pub struct Recipe {
     pub method: Option<Method>,
     /// Rule for the arithmetic of scales; by default the first rule of the format.
     pub rule: Option<ScaleRule>,
-    /// [`Preset`](crate::Preset) that selects weights, by its name.
-    pub preset: Option<String>,
+    /// Choice of weights by their roles.
+    pub preset: Option<Preset>,
     /// Weights that always stay dense.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub keep: Vec<String>,
@@ -179,17 +181,17 @@ impl Recipe {
 
     fn scheme(&self, weights: &RecipeWeights) -> Result<Option<Fp4Scheme>, RecipeError> {
         let RecipeWeights { names, format, block_size, method, rule } = weights;
-        let named = match &names[..] {
-            [] => return Err(RecipeError::Nameless),
-            [one] => one.clone(),
-            [first, ..] => format!("{first}, .."),
-        };
+        if names.is_empty() {
+            return Err(RecipeError::Nameless);
+        }
+        let named = weights.to_string();
         let base = self.base_format();
+        let said = block_size.is_some() || method.is_some() || rule.is_some();
         let format = match format {
+            None if !said => return Err(RecipeError::NoChoice { weights: named }),
             None => base,
             Some(RecipeFormat::Fp4(format)) => *format,
             Some(RecipeFormat::Dense) => {
-                let said = block_size.is_some() || method.is_some() || rule.is_some();
                 return if said { Err(RecipeError::Dense { weights: named }) } else { Ok(None) };
             }
         };
@@ -205,6 +207,14 @@ impl Recipe {
             true => Err(RecipeError::OnlyWithPreset),
             false => Ok(()),
         }
+    }
+
+    /// Returns the layers at the start and at the end that stay dense, of a model with `count`.
+    #[must_use]
+    pub fn dense_layers(&self, count: usize) -> [Range<usize>; 2] {
+        let first = self.first_layers_high_precision.unwrap_or(0).min(count);
+        let last = self.last_layers_high_precision.unwrap_or(0);
+        [0..first, count.saturating_sub(last).max(first)..count]
     }
 
     fn base_format(&self) -> Fp4Format {
@@ -240,6 +250,17 @@ fn resolved(
     }
 }
 
+impl fmt::Display for RecipeWeights {
+    /// Writes the first of its names.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.names[..] {
+            [] => Ok(()),
+            [one] => f.write_str(one),
+            [first, ..] => write!(f, "{first}, .."),
+        }
+    }
+}
+
 impl fmt::Display for RecipeFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -264,7 +285,7 @@ impl TryFrom<String> for RecipeFormat {
         }
         name.parse().map(Self::Fp4).map_err(|_| {
             let names = Fp4Format::ALL.map(|format| format.row().name).join(", ");
-            format!("unknown format `{name}`: expected {DENSE}, {names}")
+            format!("format `{name}`: unknown; choose one of {DENSE}, {names}")
         })
     }
 }
@@ -281,7 +302,7 @@ mod tests {
     fn what_is_not_said_of_some_weights_is_as_for_all_if_it_can_be() {
         let all = "block-size = 32\nrule = \"te-division\"\nmethod = \"amax\"\n\n[[weights]]\n\
                    names = [\"a\"]\n";
-        let found = first(all).unwrap().unwrap();
+        let found = first(&format!("{all}method = \"amax\"\n")).unwrap().unwrap();
         assert_eq!(found, Recipe::parse(all).unwrap().base().unwrap());
         assert_eq!((found.block_size, found.rule), (32, ScaleRule::TeDivision));
         // Another format brings its own block size and rule.
@@ -293,6 +314,22 @@ mod tests {
         assert_eq!((found.block_size, found.method), (16, Method::Hessian));
         let found = first(&format!("{all}format = \"mxfp4\"\nblock-size = 16\n"));
         assert_eq!(found.unwrap().unwrap(), Fp4Scheme::mxfp4().with_block_size(16));
+    }
+
+    #[test]
+    fn layers_are_counted_from_both_ends_whatever_a_file_says_of_their_number() {
+        let ends = |first, last| Recipe {
+            first_layers_high_precision: Some(first),
+            last_layers_high_precision: Some(last),
+            ..Recipe::default()
+        };
+        assert_eq!(ends(1, 2).dense_layers(4), [0..1, 2..4]);
+        assert_eq!(ends(3, 2).dense_layers(4), [0..3, 3..4]);
+        assert_eq!(ends(9, 9).dense_layers(4), [0..4, 4..4]);
+        assert_eq!(Recipe::default().dense_layers(4), [0..0, 4..4]);
+        let all = usize::MAX;
+        assert_eq!(ends(1, 1).dense_layers(all), [0..1, all - 1..all]);
+        assert_eq!(ends(0, all).dense_layers(6), [0..0, 0..6]);
     }
 
     #[test]
@@ -344,13 +381,22 @@ mod tests {
         };
         let (at, problem) = line("[[weights]]\nnames = [\"a\"]\nformat = \"int4\"\n");
         assert_eq!(at, 3);
-        assert!(problem.contains("`int4`: expected dense, nvfp4, mxfp4"), "{problem}");
+        assert!(
+            problem.contains("`int4`: unknown; choose one of dense, nvfp4, mxfp4"),
+            "{problem}"
+        );
+        let (at, problem) = line("method = \"amax\"\npreset = \"all\"\n");
+        assert_eq!(at, 2);
+        assert!(problem.contains("preset `all`: unknown; choose one of all-linear, "), "{problem}");
         let (at, problem) = line("\n[[weights]]\nname = [\"a\"]\n");
         assert!(at == 3 && problem.contains("`name`"), "{at} {problem}");
         assert!(line("[[weights]]\nformat = \"dense\"\n").1.contains("`names`"));
 
         let wrong = |text: &str| first(&format!("[[weights]]\n{text}")).unwrap_err().to_string();
         assert_eq!(wrong("names = []"), "`weights` without `names`; add the names of weights");
+        let says = "weights `a`: names without a choice; add a format, block size, method or rule, \
+                    or remove the table";
+        assert_eq!(wrong("names = [\"a\"]"), says);
         let dense = "names = [\"a\", \"b\"]\nformat = \"dense\"\nmethod = \"sse\"";
         let says = "weights `a, ..`: dense ones have no method, rule or block size; remove these, \
                     or the format";
@@ -374,7 +420,7 @@ mod tests {
         assert!(matches!(Recipe::read("/nowhere.toml"), Err(RecipeError::File { .. })));
         let both = Recipe::parse("only = [\"a\"]\npreset = \"miles\"\n").unwrap_err();
         assert!(matches!(both, RecipeError::OnlyWithPreset), "{both}");
-        let (only, preset) = (vec!["a".to_owned()], Some("miles".to_owned()));
+        let (only, preset) = (vec!["a".to_owned()], Some(Preset::Miles));
         let both = Recipe { only, preset, ..Recipe::default() }.base().unwrap_err();
         assert!(matches!(both, RecipeError::OnlyWithPreset), "{both}");
     }

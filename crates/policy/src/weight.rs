@@ -16,6 +16,8 @@ pub struct WeightInfo<'w> {
     pub unfit: Option<Reason>,
     /// Its role in the model, by which presets choose.
     pub role: Role,
+    /// True if it is in a feed-forward network, and false if it is not. None: its name tells.
+    pub feed_forward: Option<bool>,
     /// True if it is FP8, which is decoded before it is quantized.
     pub fp8: bool,
     /// Number of its layer, and how many layers there are; none outside of layers.

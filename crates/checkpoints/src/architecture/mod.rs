@@ -5,7 +5,7 @@
 
 mod table;
 
-use burn_fp4_policy::{Family, Matcher, Role, stem};
+use burn_fp4_policy::{Family, Matcher, Pattern, PolicyError, Role, Syntax, stem};
 
 use crate::weight::Model;
 pub(crate) use table::CONVOLUTION;
@@ -100,20 +100,32 @@ impl<'c> Architecture<'c> {
         Family::of(module, self.row.families)
     }
 
-    /// Makes the names of modules that stay ready to be matched.
-    pub(crate) fn roles(self) -> Roles {
+    /// Makes the names of modules ready to be matched.
+    ///
+    /// # Errors
+    /// [`PolicyError::Pattern`] for a glob of the table that is none.
+    pub(crate) fn roles(self) -> Result<Roles, PolicyError> {
+        let ready = |glob| Pattern::parse(glob, Syntax::Glob).matcher();
         let modalities = self.row.modalities.iter().map(|glob| (*glob, MODALITY));
-        let all = self.row.kept.iter().chain(&KEPT).copied().chain(modalities);
-        let matchers = all.map(|(glob, what)| (Matcher::of_glob(glob), what)).collect();
-        Roles { row: self.row, name: self.name, matchers }
+        let kept = self.row.kept.iter().chain(&KEPT).copied().chain(modalities);
+        let kept = kept.map(|(glob, what)| Ok((ready(glob)?, what)));
+        let feed_forward = self.row.feed_forward.iter().map(|glob| ready(glob));
+        Ok(Roles {
+            row: self.row,
+            name: self.name,
+            kept: kept.collect::<Result<_, PolicyError>>()?,
+            feed_forward: feed_forward.collect::<Result<_, _>>()?,
+        })
     }
 }
 
-/// The names of modules that stay, ready to be matched.
+/// The names of modules, ready to be matched.
 pub(crate) struct Roles {
     row: &'static Row,
     name: Option<&'static str>,
-    matchers: Vec<(Matcher, &'static str)>,
+    /// Names of modules that stay, each with a description.
+    kept: Vec<(Matcher, &'static str)>,
+    feed_forward: Vec<Matcher>,
 }
 
 impl Roles {
@@ -123,12 +135,18 @@ impl Roles {
         if axes > 2 && module.split('.').any(|part| part.contains("conv")) {
             return Role::Other(CONVOLUTION);
         }
-        if let Some((_, what)) = self.matchers.iter().find(|(m, _)| m.matches(module)) {
+        if let Some((_, what)) = self.kept.iter().find(|(m, _)| m.matches(module)) {
             return Role::Other(what);
         }
         let known = [self.row.linear, self.row.transposed];
         let linear = known.iter().any(|ends| ends_with_any(module, ends));
         self.name.filter(|_| !linear).map_or(Role::Linear, Role::Unlisted)
+    }
+
+    /// Returns true if a module is in a feed-forward network. None: the table does not say.
+    pub(crate) fn feed_forward(&self, module: &str) -> Option<bool> {
+        let known = !self.feed_forward.is_empty();
+        known.then(|| self.feed_forward.iter().any(|matcher| matcher.matches(module)))
     }
 }
 

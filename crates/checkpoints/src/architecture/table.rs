@@ -24,6 +24,8 @@ pub(crate) struct Row {
     pub(super) modalities: &'static [&'static str],
     /// Names of output layers that have no tensor in a file if they are tied to an embedding.
     pub(super) tied: &'static [&'static str],
+    /// Globs of modules in feed-forward networks, where the names of a preset do not tell them.
+    pub(super) feed_forward: &'static [&'static str],
     /// Lists of name ends of layers that have one input if they have one parent. The first list
     /// with a layer's name counts; a list of one name is for a layer without a family.
     pub(super) families: &'static [&'static [&'static str]],
@@ -116,6 +118,7 @@ pub(super) const ANY: Row = Row {
     kept: &[],
     modalities: MODALITIES,
     tied: &["lm_head"],
+    feed_forward: &[],
     families: &[
         CROSS[0],
         CROSS[1],
@@ -142,6 +145,7 @@ const GPT_NEOX: Row = Row {
 const OPT: Row = Row {
     types: &["opt"],
     linear: &["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2", "project_in", "project_out"],
+    feed_forward: &["*.fc[12]"],
     families: &[CROSS[0], CROSS[1], QKV],
     ..ANY
 };
@@ -150,6 +154,8 @@ const BERT: Row = Row {
     types: &["bert"],
     linear: &["query", "key", "value", "dense"],
     tied: &["cls.predictions.decoder"],
+    // Not `attention.output.dense`.
+    feed_forward: &["*.layer.*.intermediate.dense", "*[0-9].output.dense"],
     families: &[
         &["crossattention.self.query"],
         &["crossattention.self.key", "crossattention.self.value"],
@@ -304,6 +310,7 @@ pub(super) const ROWS: [Row; 18] = [
             "wi_1",
             "wo",
         ],
+        feed_forward: &["*.DenseReluDense.*"],
         families: &[
             &["SelfAttention.q", "SelfAttention.k", "SelfAttention.v"],
             &["EncDecAttention.k", "EncDecAttention.v"],

@@ -1,17 +1,20 @@
 //! The number of a weight's layer, and the layers at the start and the end that are kept.
 
+use std::ops::Range;
+
 use burn_fp4_policy::{Policy, Preset};
 
 use crate::container::CONFIG;
 use crate::error::CheckpointError;
 use crate::weight::Model;
 
-/// The layers that are kept.
+/// The layers of a model, and how many of them are to be kept.
 #[derive(Debug)]
 pub(super) struct Layers {
-    first: usize,
-    last: usize,
     count: usize,
+    /// Layers that are asked for to be kept.
+    asked: usize,
+    kept: [Range<usize>; 2],
 }
 
 /// Names before the number of a layer. The first in a name counts: T5's `block.3.layer.1` is in
@@ -34,8 +37,7 @@ impl Layers {
     /// # Errors
     /// The converter of miles needs the number of layers, whatever is kept.
     pub(super) fn of(model: &Model<'_>, policy: &Policy) -> Result<Self, CheckpointError> {
-        let first = policy.recipe.first_layers_high_precision.unwrap_or(0);
-        let last = policy.recipe.last_layers_high_precision.unwrap_or(0);
+        let recipe = policy.recipe();
         let key = "num_hidden_layers";
         let config = model.config.as_ref();
         let stated =
@@ -43,7 +45,7 @@ impl Layers {
         let stated = stated.map(|count| count as usize);
         let count = match stated {
             Some(count) => count,
-            None if policy.preset == Preset::Miles => {
+            None if policy.preset() == Preset::Miles => {
                 return Err(CheckpointError::Field {
                     path: CONFIG.into(),
                     field: key.to_owned(),
@@ -56,7 +58,10 @@ impl Layers {
                 numbers.max().map_or(0, |last| last.saturating_add(1))
             }
         };
-        Ok(Self { first, last, count })
+        let first = recipe.first_layers_high_precision.unwrap_or(0);
+        let last = recipe.last_layers_high_precision.unwrap_or(0);
+        let asked = first.saturating_add(last);
+        Ok(Self { count, asked, kept: recipe.dense_layers(count) })
     }
 
     /// Layers of the model.
@@ -66,7 +71,7 @@ impl Layers {
 
     /// Layers that are asked for to be kept.
     pub(super) fn asked(&self) -> usize {
-        self.first.saturating_add(self.last)
+        self.asked
     }
 
     /// The number of a weight's layer, and how many there are.
@@ -76,10 +81,7 @@ impl Layers {
 
     /// The names of the layers that are kept, as transformers has them.
     pub(super) fn kept(&self) -> impl Iterator<Item = String> {
-        // Not by trying all of them: a config may name any number.
-        let first = self.first.min(self.count);
-        let last = self.count.saturating_sub(self.last).max(first);
-        (0..first).chain(last..self.count).map(|layer| format!("model.layers.{layer}"))
+        self.kept.clone().into_iter().flatten().map(|layer| format!("model.layers.{layer}"))
     }
 }
 
@@ -93,25 +95,25 @@ mod tests {
         assert_eq!(number("blk.7.attn_q.weight"), Some(7));
         assert_eq!(number("decoder.block.3.layer.1.EncDecAttention.k.weight"), Some(3));
         assert_eq!(number("model.mlp.experts.3.w1.weight"), None);
-        let layers = Layers { first: 1, last: 2, count: 4 };
+        let layers = Layers { count: 4, asked: 3, kept: [0..1, 2..4] };
         let names = ["model.layers.0", "model.layers.2", "model.layers.3"];
         assert_eq!(layers.kept().collect::<Vec<_>>(), names);
-        assert_eq!(Layers { first: 3, last: 2, count: 4 }.kept().count(), 4);
-        assert_eq!(Layers { first: 9, last: 9, count: 4 }.kept().count(), 4);
     }
 
     #[test]
     fn numbers_of_layers_may_be_as_large_as_a_file_says() {
-        let layers = Layers { first: 1, last: 2, count: usize::MAX };
-        assert_eq!(layers.kept().count(), 3);
-
         let name = format!("model.layers.{}.up_proj.weight", usize::MAX);
         let tensor = crate::tensor::Tensor::new(name.clone(), crate::Dtype::U8, vec![0], vec![]);
         let value = crate::weight::Value::Plain(tensor.expect("an empty tensor"));
         let weights = vec![crate::weight::Weight::new(name, 0, value)];
         let model = Model { weights, ..Model::default() };
-        let policy = Policy::new(burn_fp4_policy::Recipe::default()).expect("a policy");
+        let recipe = burn_fp4_policy::Recipe {
+            first_layers_high_precision: Some(1),
+            last_layers_high_precision: Some(2),
+            ..Default::default()
+        };
+        let policy = Policy::new(recipe).expect("a policy");
         let layers = Layers::of(&model, &policy).expect("a number of layers");
-        assert_eq!(layers.count, usize::MAX);
+        assert_eq!((layers.count, layers.kept().count()), (usize::MAX, 3));
     }
 }

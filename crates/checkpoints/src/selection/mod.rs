@@ -10,7 +10,7 @@ mod warning;
 use std::cmp::Reverse;
 
 use burn_fp4_formats::Fp4Format;
-use burn_fp4_policy::{Constraints, Family, Fused, Pattern, Patterns, Role, WeightInfo};
+use burn_fp4_policy::{Constraints, Family, Fused, Pattern, Patterns, Recipe, Role, WeightInfo};
 pub use burn_fp4_policy::{Decision, Policy, Preset, Reason};
 
 use crate::architecture::{Architecture, CONVOLUTION, Roles};
@@ -55,6 +55,9 @@ pub struct Selection {
     pub groups: Vec<Vec<usize>>,
     /// Reasons to look at the decisions before the result is used.
     pub warnings: Vec<Warning>,
+    /// Quantized weights that only their names and shapes show to be linear layers, as the
+    /// architecture is not known and others have other names.
+    pub guessed: Vec<usize>,
     policy: Policy,
     layers: Layers,
     scaled: bool,
@@ -98,7 +101,10 @@ impl Selection {
         let layers = Layers::of(model, policy)?;
         let architecture = Architecture::of(model);
         // Presets alone ask for roles.
-        let roles = policy.recipe.only.is_empty().then(|| architecture.roles());
+        let roles = match policy.recipe().only.is_empty() {
+            true => Some(architecture.roles()?),
+            false => None,
+        };
         let info = |weight| info(architecture, roles.as_ref(), &layers, weight);
         let weights: Vec<WeightInfo<'_>> = model.weights.iter().map(info).collect();
         policy.check_used(&weights)?;
@@ -112,13 +118,22 @@ impl Selection {
         };
         let decided = policy.decide(&weights, &constraints)?;
         let (decisions, groups) = (decided.weights, decided.groups);
+        let quantized = || groups.iter().flatten().copied();
         let warnings = [
-            Warning::of_architecture(model, architecture, policy.preset, &policy.recipe.only),
-            Warning::of_stacks(model, architecture, groups.iter().flatten().copied()),
+            Warning::of_architecture(model, architecture, policy),
+            Warning::of_stacks(model, architecture, quantized())?,
             Warning::of_layers(&layers),
         ];
-        let warnings = warnings.into_iter().flatten().collect();
-        Ok(Self { decisions, groups, warnings, policy: policy.clone(), layers, scaled })
+        let mut warnings: Vec<Warning> = warnings.into_iter().flatten().collect();
+        let by_names = matches!(warnings.first(), Some(Warning::UnknownArchitecture { .. }));
+        let module = |at: &usize| model.weights[*at].module();
+        let guessed = quantized().filter(|at| by_names && !architecture.is_linear(module(at)));
+        let guessed = guessed.collect();
+        for table in decided.idle {
+            warnings.push(Warning::of_idle(&policy.recipe().weights, table, model, &decisions)?);
+        }
+        let policy = policy.clone();
+        Ok(Self { decisions, groups, warnings, guessed, policy, layers, scaled })
     }
 
     /// Keeps every weight that the dialect has no place for, such as stacked matrices, for
@@ -162,7 +177,7 @@ impl Selection {
         if !self.groups.is_empty() {
             return Ok(());
         }
-        let only = Patterns::new(&self.policy.recipe.only)?;
+        let only = Patterns::new(&self.policy.recipe().only)?;
         let wanted = |weight: &Weight<'_>| match only.is_empty() {
             true => weight.shape().len() >= 2,
             false => only.first(weight.names()).is_some(),
@@ -211,7 +226,7 @@ impl Selection {
         weight: &str,
         reason: &Reason,
     ) -> Result<String, CheckpointError> {
-        let asked = !self.policy.recipe.only.is_empty();
+        let asked = !self.policy.recipe().only.is_empty();
         Ok(match reason {
             Reason::Columns { cols, .. } => dividing(&self.policy, *cols),
             Reason::CannotHold { .. } => "choose another dialect".to_owned(),
@@ -233,7 +248,7 @@ impl Selection {
             {
                 "choose a model with matrices of floats".to_owned()
             }
-            Reason::Preset(_) if !asked && self.policy.preset != Preset::default() => {
+            Reason::Preset(_) if !asked && self.policy.preset() != Preset::default() => {
                 format!("choose the preset `{}`, or name weights with `only`", Preset::default())
             }
             Reason::Preset(_)
@@ -242,9 +257,8 @@ impl Selection {
             | Reason::Dtype(_)
             | Reason::NotAsked
             | Reason::Unlisted(_) => {
-                let mut others = self.policy.clone();
-                others.recipe.only.clear();
-                let others = Self::of(model, &others).ok();
+                let others = Recipe { only: Vec::new(), ..self.policy.recipe().clone() };
+                let others = Policy::new(others).ok().and_then(|by| Self::of(model, &by).ok());
                 let group = others.as_ref().and_then(|others| others.groups.first());
                 match group.map(|group| model.weights[group[0]].module()) {
                     Some(module) => {
@@ -353,6 +367,7 @@ fn info<'w>(
         name: &weight.name,
         module: weight.module(),
         role: roles.filter(|_| unfit.is_none()).map_or(Role::Linear, |roles| role(roles, weight)),
+        feed_forward: roles.and_then(|roles| roles.feed_forward(weight.module())),
         unfit,
         fp8: matches!(weight.value, Value::Fp8(_)),
         layer: layers.of_weight(&weight.name),
@@ -369,7 +384,7 @@ fn role(roles: &Roles, weight: &Weight<'_>) -> Role {
     let stacked = ["gate_up_proj", "gate_proj", "up_proj", "down_proj"];
     let stacked = stacked.iter().any(|end| name.ends_with(&format!("experts.{end}")));
     if !name.ends_with(".weight") && !stacked {
-        return Role::Other("not a layer weight");
+        return Role::Other("its name does not end in .weight");
     }
     roles.role(weight.module(), weight.shape().len())
 }
@@ -406,9 +421,9 @@ fn unfit(weight: &Weight<'_>) -> Option<Reason> {
     }
 }
 
-/// The dialect that a policy writes.
-fn name_of(policy: &Policy) -> &str {
-    policy.recipe.dialect.as_deref().unwrap_or(DEFAULT)
+/// The name of the dialect that a policy writes.
+pub fn dialect_of(policy: &Policy) -> &str {
+    policy.recipe().dialect.as_deref().unwrap_or(DEFAULT)
 }
 
 /// # Errors
@@ -416,7 +431,7 @@ fn name_of(policy: &Policy) -> &str {
 fn writer_of(
     policy: &Policy,
 ) -> Result<(&'static dyn Dialect, &'static dyn Write), CheckpointError> {
-    dialect::writer(name_of(policy))
+    dialect::writer(dialect_of(policy))
 }
 
 /// Names a format, or else dialects, whose blocks divide a number of columns.
@@ -428,8 +443,8 @@ fn dividing(policy: &Policy, cols: usize) -> String {
         })
     };
     let mut formats = Fp4Format::ALL;
-    formats.sort_by_key(|format| *format != policy.base.format());
-    if let Some(format) = formats.into_iter().find(|format| fits(name_of(policy), *format)) {
+    formats.sort_by_key(|format| *format != policy.base().format());
+    if let Some(format) = formats.into_iter().find(|format| fits(dialect_of(policy), *format)) {
         return format!("choose {format} in blocks of {}", format.row().block_size);
     }
     let dialects = |format: Fp4Format| {
@@ -443,8 +458,6 @@ fn dividing(policy: &Policy, cols: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use burn_fp4_policy::Recipe;
-
     use super::*;
     use crate::dtype::Dtype;
     use crate::tensor::Tensor;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use burn_fp4_policy::{Preset, Role};
+use burn_fp4_policy::{Decision, Patterns, Policy, PolicyError, Preset, RecipeWeights, Role};
 use serde::Serialize;
 
 use super::layers::Layers;
@@ -35,6 +35,17 @@ pub enum Warning {
         /// Layers of the model.
         layers: usize,
     },
+    /// No weight is quantized by a table `[[weights]]` of a recipe.
+    IdleTable {
+        /// Its number, starting at 1.
+        table: usize,
+        /// The first of its names.
+        names: String,
+        /// The first weight that it names.
+        weight: String,
+        /// Why that stays dense. None: a later table decides about it.
+        stays: Option<String>,
+    },
 }
 
 impl Warning {
@@ -43,10 +54,10 @@ impl Warning {
     pub(super) fn of_architecture(
         model: &Model<'_>,
         architecture: Architecture<'_>,
-        preset: Preset,
-        only: &[String],
+        policy: &Policy,
     ) -> Option<Self> {
-        let guessed = only.is_empty() && preset != Preset::Miles && model.gguf.is_none();
+        let by_names = policy.recipe().only.is_empty() && policy.preset() != Preset::Miles;
+        let guessed = by_names && model.gguf.is_none();
         (guessed && architecture.name().is_none()).then(|| Self::UnknownArchitecture {
             model_type: stated(model.config.as_ref()).map(str::to_owned),
         })
@@ -57,15 +68,35 @@ impl Warning {
         model: &Model<'_>,
         architecture: Architecture<'_>,
         quantized: impl Iterator<Item = usize>,
-    ) -> Option<Self> {
-        let roles = architecture.roles();
+    ) -> Result<Option<Self>, PolicyError> {
+        let roles = architecture.roles()?;
         let unlisted = |module: &str| matches!(roles.role(module, 3), Role::Unlisted(_));
         let mut guessed = quantized.map(|at| &model.weights[at]).filter(|weight| {
             weight.shape().len() == 3
                 && (architecture.name().is_none() || unlisted(weight.module()))
         });
-        let first = guessed.next().filter(|_| model.gguf.is_none())?.name.clone();
-        Some(Self::StacksByShape { weights: 1 + guessed.count(), first })
+        let first = guessed.next().filter(|_| model.gguf.is_none());
+        let first = first.map(|weight| weight.name.clone());
+        Ok(first.map(|first| Self::StacksByShape { weights: 1 + guessed.count(), first }))
+    }
+
+    /// Warns of a table of a recipe by which no weight is quantized.
+    pub(super) fn of_idle(
+        tables: &[RecipeWeights],
+        table: usize,
+        model: &Model<'_>,
+        decisions: &[Decision],
+    ) -> Result<Self, PolicyError> {
+        let patterns = Patterns::new(&tables[table].names)?;
+        let mut about = model.weights.iter().zip(decisions);
+        let about = about.find(|(weight, _)| patterns.first(weight.names()).is_some());
+        let (weight, stays) = match about {
+            Some((weight, Decision::Keep(reason))) => (&*weight.name, Some(reason.to_string())),
+            Some((weight, Decision::Quantize { .. })) => (&*weight.name, None),
+            None => ("", None),
+        };
+        let (names, weight) = (tables[table].to_string(), weight.to_owned());
+        Ok(Self::IdleTable { table: table + 1, names, weight, stays })
     }
 
     /// Warns of layers that are asked to be kept and are not there.
@@ -107,6 +138,19 @@ impl fmt::Display for Warning {
                 f,
                 "high precision for {asked} of the layers: the model has {layers}; ask for fewer"
             ),
+            Self::IdleTable { table, names, weight, stays } => {
+                write!(f, "`[[weights]]` table {table} (`{names}`): quantizes no weight: ")?;
+                match stays {
+                    Some(reason) => write!(
+                        f,
+                        "`{weight}` stays ({reason}); remove the table, or choose the weight with \
+                         `only`"
+                    ),
+                    None => {
+                        write!(f, "a later table decides about `{weight}`; remove one of the two")
+                    }
+                }
+            }
         }
     }
 }

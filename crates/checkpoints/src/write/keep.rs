@@ -30,7 +30,7 @@ pub(super) fn kept(
     keep: &[String],
 ) -> Result<Vec<Kept>, CheckpointError> {
     let asked = Patterns::new(keep)?;
-    asked.check_used("keep", model.weights.iter().map(Weight::names))?;
+    asked.check_used("`keep`", model.weights.iter().map(Weight::names))?;
     let reason = |weight: &Weight<'_>| {
         if !weight.is_quantized() {
             return None;

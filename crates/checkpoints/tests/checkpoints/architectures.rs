@@ -88,6 +88,38 @@ fn linear_layers_of_every_architecture_are_quantized_and_nothing_else() {
 }
 
 #[test]
+fn feed_forward_networks_of_every_architecture_are_found_by_the_preset_for_them() {
+    // All other linear layers, by their names.
+    let others =
+        ["attn", "attention", "pooler", "project", "classifier", ".transform.", "_transform"];
+    let mut without = Vec::new();
+    for (name, config, weights) in architectures() {
+        let model = model(Some(config), &weights);
+        let selection = of_recipe(&model, "preset = 'mlp-only'");
+        let mut count = 0;
+        for (known, decision) in weights.iter().zip(&selection.decisions) {
+            let lower = known.name.to_lowercase();
+            let other = others.iter().any(|part| lower.contains(part)) || lower.contains("mixer");
+            let expected = known.linear && !other;
+            let quantized = matches!(decision, Decision::Quantize { .. });
+            assert_eq!(quantized, expected, "{name}: {}: {decision:?}", known.name);
+            count += usize::from(quantized);
+        }
+        if count == 0 {
+            let error = selection.check_not_empty(&model).expect_err("nothing").to_string();
+            assert!(error.contains("not a feed-forward network"), "{error}");
+            without.push(name);
+        }
+    }
+    assert_eq!(without, ["mamba", "falcon_mamba", "mamba2"]);
+    // Names tell it of an architecture that is not known.
+    let names = ["l.0.fc1.weight", "l.0.DenseReluDense.wi.weight", "l.0.q_proj.weight"];
+    let weights = names.iter().map(|name| dense(name, &[32, 32])).collect();
+    let model = Model { weights, ..Model::default() };
+    assert_eq!(of_recipe(&model, "preset = 'mlp-only'").groups, [[0], [1]]);
+}
+
+#[test]
 fn blocks_run_along_the_inputs_of_every_architecture() {
     let mut turned = BTreeSet::new();
     for (name, config, weights) in architectures() {

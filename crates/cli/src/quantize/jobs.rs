@@ -82,16 +82,19 @@ fn memory(
     let read = if native { bytes } else { held + decoded.max().unwrap_or(0) };
     let whole = Group::of(model, group);
     let (matrix, square) = (whole.view.len() as u64, (whole.first.cols as u64).pow(2));
+    let first = &whole.members[0].name;
+    let measured = statistics.is_some_and(|file| file.has_gram(first, &whole.first));
     let scratch = match method.gptq() {
         // The rows in f32: as they are, in the order of rounding, and with the errors so far; the
         // elements, what they leave, and its change. Before, with the first, the Hessian factor is
         // made: H in f32, and in f64, which becomes the inverse of its factor, and that in f32. To
         // measure the errors of outputs afterwards takes less than either.
         Some(_) => (28 * matrix).max(4 * matrix + 16 * square),
+        // The rows and their errors in f32, whose outputs are summed.
+        None if measured => 8 * matrix,
         None => 0,
     };
-    let axes = [whole.first.stacked, whole.first.cols];
-    let known = statistics.map_or(0, |file| file.memory(&whole.members[0].name, axes, method));
+    let known = statistics.map_or(0, |file| file.memory(first, &whole.first, method));
     // Codes and scales in the order of the search and of the file.
     read.max(held + 2 * values + scratch + known)
 }

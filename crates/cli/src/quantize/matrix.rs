@@ -1,12 +1,13 @@
 //! A group of weights as it is read, and as it is quantized.
 
+use std::iter;
 use std::ops::Range;
 use std::path::Path;
 
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
-use burn_fp4_search::host::{HostElement, PackedView, squared_error};
-use burn_fp4_search::{Fp4Scheme, Needs, SearchError, Statistics, squared_output_error};
+use burn_fp4_search::host::{HostElement, PackedView, View, squared_error, tensor_amax};
+use burn_fp4_search::{Fp4Scheme, SearchError, Statistics, TensorScaling, squared_output_error};
 
 use super::engine::Engine;
 use super::group::{Group, native};
@@ -102,6 +103,13 @@ impl Quantizer<'_> {
             Engine::Kernels(kernels) => jobs.iter().try_for_each(|job| {
                 let Some(how) = &job.how else { return Ok(()) };
                 let group = Group::of(model, &job.weights);
+                if how.method.row().calibrated && self.runs(&group)?.len() > 1 {
+                    let name = &group.members[0].name;
+                    return Err(CliError::Choice(format!(
+                        "--device: `{name}` and others share a tensor scale and have different \
+                         statistics, which the CPU alone can use; leave --device out"
+                    )));
+                }
                 kernels.check(how, &group.members[0].name, group.view)
             }),
         }
@@ -144,12 +152,9 @@ impl Quantizer<'_> {
         how: &Fp4Scheme,
         values: &[T],
     ) -> Result<Measured, CliError> {
-        let len = group.view.len();
-        self.slices(group, how, |at, given| {
-            let values = &values[at * len..][..len];
-            let quantized = how.method.quantize_view(values, group.view, how, given);
-            let measured = quantized.and_then(|packed| measured(group, how, values, packed, given));
-            measured.map_err(|source| self.blame(source, group, at * len, values))
+        self.matrices(group, how, values, |part, how, given| {
+            let quantized = how.method.quantize_view(&values[part.values()], part.view, how, given);
+            quantized.map_err(|source| self.blame(source, group, &part, values))
         })
     }
 
@@ -161,15 +166,12 @@ impl Quantizer<'_> {
         how: &Fp4Scheme,
         values: Vec<T>,
     ) -> Result<Measured, CliError> {
-        let len = group.view.len();
         let uploaded = kernels.upload(values);
-        self.slices(group, how, |at, given| {
-            let quantized = kernels.quantize(&uploaded, at, group.view, how, given);
-            let values = || &uploaded.values()[at * len..][..len];
-            let measured =
-                quantized.and_then(|packed| Ok(measured(group, how, values(), packed, given)?));
-            measured.map_err(|failure| match failure {
-                Failure::Search(source) => self.blame(source, group, at * len, values()),
+        // Members with other statistics were refused before.
+        self.matrices(group, how, uploaded.values(), |part, how, given| {
+            let quantized = kernels.quantize(&uploaded, part.at, part.view, how, given);
+            quantized.map_err(|failure| match failure {
+                Failure::Search(source) => self.blame(source, group, &part, uploaded.values()),
                 Failure::Device(problem) => {
                     CliError::OnDevice { name: group.members[0].name.clone(), problem }
                 }
@@ -177,44 +179,104 @@ impl Quantizer<'_> {
         })
     }
 
-    /// Every stacked matrix by itself, with the statistics of its inputs.
-    fn slices(
+    /// Quantizes every stacked matrix by itself, and in it the members that have the same
+    /// statistics as one. All share the tensor scale.
+    fn matrices<T: HostElement>(
         &self,
         group: &Group<'_>,
         how: &Fp4Scheme,
-        quantize: impl Fn(usize, Statistics<'_>) -> Result<(Packed, Vec<Squares>), CliError>,
+        values: &[T],
+        quantize: impl Fn(Part, &Fp4Scheme, Statistics<'_>) -> Result<Packed, CliError>,
     ) -> Result<Measured, CliError> {
-        let name = &group.members[0].name;
-        let axes = [group.first.stacked, group.first.cols];
-        let slice = |at: usize| {
-            let known = match self.statistics.filter(|_| how.method.row().calibrated) {
-                Some(statistics) => statistics.of(name, at, axes)?,
-                None => Known::Nothing,
-            };
-            let given = match &known {
-                Known::Nothing => Statistics::None,
-                Known::SecondMoments(moments) => Statistics::SecondMoments(moments),
-                Known::Gram(gram) => Statistics::Gram(gram),
-            };
-            quantize(at, given)
+        let runs = self.runs(group)?;
+        // Methods without statistics may choose the tensor scale by all members.
+        let parts = match how.method.row().calibrated {
+            true => runs.clone(),
+            false => iter::once(0..group.members.len()).collect(),
         };
+        let len = group.view.len();
         let mut sums = vec![Squares::default(); group.members.len()];
         let mut matrices = Vec::with_capacity(group.first.stacked);
         for at in 0..group.first.stacked {
-            let (packed, squares) = slice(at)?;
-            sums.iter_mut().zip(squares).for_each(|(sum, squares)| sum.add(squares));
-            matrices.push(packed);
+            let how = match (&parts[..], how.tensor_scale) {
+                ([_, _, ..], TensorScaling::Tensor) => {
+                    let amax = tensor_amax(&values[at * len..][..len]);
+                    &how.with_tensor_scale(TensorScaling::Amax(amax))
+                }
+                _ => how,
+            };
+            let mut whole: Option<Packed> = None;
+            for members in &parts {
+                let part = Part::of(group, at, members.clone());
+                let mut known = self.known(group, members.start, at, how)?;
+                let packed = quantize(part, how, known.given(how))?;
+                for member in members.clone() {
+                    if member > members.start && runs.iter().any(|run| run.start == member) {
+                        known = self.known(group, member, at, how)?;
+                    }
+                    let squares = measured(group, member, values, &part, &packed, &known);
+                    let squares =
+                        squares.map_err(|source| self.blame(source, group, &part, values));
+                    sums[member].add(squares?);
+                }
+                match &mut whole {
+                    None => whole = Some(packed),
+                    Some(whole) => {
+                        whole.rows += packed.rows;
+                        whole.codes.extend(packed.codes);
+                        whole.scales.extend(packed.scales);
+                    }
+                }
+            }
+            matrices.extend(whole);
         }
         Ok((matrices, sums))
     }
 
+    /// The members of a group that have the same statistics one after another.
+    fn runs(&self, group: &Group<'_>) -> Result<Vec<Range<usize>>, CliError> {
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for (at, member) in group.members.iter().enumerate() {
+            let same = match (self.statistics, at.checked_sub(1)) {
+                (Some(file), Some(before)) => {
+                    file.is_same(&group.members[before].name, &member.name)?
+                }
+                (None, Some(_)) => true,
+                (_, None) => false,
+            };
+            match runs.last_mut() {
+                Some(run) if same => run.end += 1,
+                _ => runs.push(at..at + 1),
+            }
+        }
+        Ok(runs)
+    }
+
+    /// The statistics of a member that a method needs, or that errors of outputs are measured by.
+    fn known(
+        &self,
+        group: &Group<'_>,
+        member: usize,
+        at: usize,
+        how: &Fp4Scheme,
+    ) -> Result<Known, CliError> {
+        let name = &group.members[member].name;
+        let used = |file: &&StatisticsFile| {
+            how.method.row().calibrated || file.has_gram(name, &group.first)
+        };
+        match self.statistics.filter(used) {
+            Some(file) => file.of(name, at, [group.first.stacked, group.first.cols]),
+            None => Ok(Known::Nothing),
+        }
+    }
+
     /// The error, of the weight or of the statistics that it is about. The values are those of the
-    /// group from a place on.
+    /// group.
     fn blame<T: HostElement>(
         &self,
         source: SearchError,
         group: &Group<'_>,
-        begin: usize,
+        part: &Part,
         values: &[T],
     ) -> CliError {
         let given = matches!(
@@ -222,9 +284,11 @@ impl Quantizer<'_> {
             SearchError::Weight { .. } | SearchError::Hessian { .. } | SearchError::Singular
         );
         if let Some(statistics) = self.statistics.filter(|_| given) {
-            return statistics.blame(&group.members[0].name, source);
+            return statistics.blame(&group.members[part.first].name, source);
         }
         // The first that has a NaN or an infinity; the first of all, if it is about something else.
+        let begin = part.at * group.view.len();
+        let values = &values[begin..][..group.view.len()];
         let bad = values.iter().position(|value| !value.to_f32().is_finite()).unwrap_or(0);
         let mut ends = group.members.iter().scan(0, |end, weight| {
             *end += weight.len();
@@ -244,35 +308,59 @@ impl Quantizer<'_> {
 /// The stacked matrices of a group, and the errors of its members.
 type Measured = (Vec<Packed>, Vec<Squares>);
 
-/// A matrix that was quantized, with the errors of the members of its group.
-///
-/// Errors of outputs are as much work as the search itself: only a method that takes whole Gram
-/// matrices, and so minimizes them, is worth it.
+/// Members of a group, in one of the stacked matrices.
+#[derive(Clone, Copy)]
+struct Part {
+    /// The stacked matrix.
+    at: usize,
+    /// The first member.
+    first: usize,
+    /// The place of the first value in the group.
+    begin: usize,
+    /// How the values lie.
+    view: View,
+}
+
+impl Part {
+    fn of(group: &Group<'_>, at: usize, members: Range<usize>) -> Self {
+        let begin = at * group.view.len() + group.rows[members.start].start * group.first.cols;
+        let rows = group.rows[members.start].start..group.rows[members.end - 1].end;
+        let view = match members.len() == group.members.len() {
+            true => group.view,
+            false => View::rows(rows.len(), group.first.cols),
+        };
+        Self { at, first: members.start, begin, view }
+    }
+
+    /// The values, among those of the group.
+    fn values(&self) -> Range<usize> {
+        self.begin..self.begin + self.view.len()
+    }
+}
+
+/// The errors of a member, of a part that was quantized.
 fn measured<T: HostElement>(
     group: &Group<'_>,
-    how: &Fp4Scheme,
+    member: usize,
     values: &[T],
-    packed: Packed,
-    given: Statistics<'_>,
-) -> Result<(Packed, Vec<Squares>), SearchError> {
-    let gram = match given {
-        Statistics::Gram(gram) if how.method.row().needs == Needs::Gram => Some(gram),
-        Statistics::None | Statistics::SecondMoments(_) | Statistics::Gram(_) => None,
+    part: &Part,
+    packed: &Packed,
+    known: &Known,
+) -> Result<Squares, SearchError> {
+    let rows = &group.rows[member];
+    let first = rows.start - group.rows[part.first].start;
+    let within = |per_row: usize| first * per_row..(first + rows.len()) * per_row;
+    let (values, view) = (&values[part.values()][within(packed.cols)], group.view_of(member));
+    let quantized = PackedView {
+        codes: &packed.codes[within(packed.cols / 2)],
+        scales: &packed.scales[within(packed.cols / packed.block_size)],
+        ..PackedView::from(packed)
     };
-    let of_member = |(member, rows): (usize, &Range<usize>)| -> Result<Squares, SearchError> {
-        let part = |per_row: usize| rows.start * per_row..rows.end * per_row;
-        let (values, view) = (&values[part(packed.cols)], group.view_of(member));
-        let member = PackedView {
-            codes: &packed.codes[part(packed.cols / 2)],
-            scales: &packed.scales[part(packed.cols / packed.block_size)],
-            ..PackedView::from(&packed)
-        };
-        let outputs = gram.map(|gram| squared_output_error(values, member, view, gram));
-        let values = squared_error(values, member, view)?;
-        Ok(Squares { values, outputs: outputs.transpose()? })
+    let outputs = match known {
+        Known::Gram(gram) => Some(squared_output_error(values, quantized, view, gram)?),
+        Known::Nothing | Known::SecondMoments(_) => None,
     };
-    let squares = group.rows.iter().enumerate().map(of_member).collect::<Result<_, _>>()?;
-    Ok((packed, squares))
+    Ok(Squares { values: squared_error(values, quantized, view)?, outputs })
 }
 
 /// Rows of all matrices, as the weight of an outline.

@@ -153,12 +153,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     };
     let schemes = options::schemes(&selection);
     let statistics =
-        resolved.policy.recipe.calibration.as_deref().map(StatisticsFile::open).transpose()?;
+        resolved.policy.recipe().calibration.as_deref().map(StatisticsFile::open).transpose()?;
     check_statistics(&model, &selection, &schemes, statistics.as_ref())?;
     let (outline, reader) = (selection.outline(&model), Reader::new(checkpoint.container()));
     let planned = outline.plan_reading(dialect, &WriteOptions::default(), &reader)?;
     let (settings, device) = (resolved.settings(), arguments.device);
-    let report = Report::new(settings, device, &model, &outline, &selection, &planned);
+    let base = resolved.policy.base();
+    let report = Report::new(settings, base, device, &model, &outline, &selection, &planned);
     let statistics = statistics.as_ref();
     let jobs = jobs(&model, &selection, &planned, statistics);
     let memory = memory(arguments.memory, &model, &jobs)?;
@@ -174,8 +175,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let quantizer = Quantizer { engine: &engine, statistics };
         quantizer.check(&model, &jobs)?;
         let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
-        let notes = resolved.notes(&model, &selection, &schemes)?.into_iter().chain(not_copied);
-        notes.for_each(note);
+        let notes = resolved.notes(&model, &selection, &schemes, statistics)?;
+        notes.into_iter().chain(not_copied).for_each(note);
         print_warnings(&report, arguments.dry_run);
         let out = match &out {
             Some(out) if !arguments.dry_run => out,
@@ -405,7 +406,8 @@ fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, C
     let mut task = format!("{}; from {}", options.join("; "), checkpoint.dialect());
     let container = checkpoint.container();
     let files = container.files().map(|(path, _)| path.to_owned());
-    for path in files.chain(container.configs()).chain(resolved.policy.recipe.calibration.clone()) {
+    for path in files.chain(container.configs()).chain(resolved.policy.recipe().calibration.clone())
+    {
         let file = |source| CliError::File { path: path.clone(), source };
         let metadata = std::fs::metadata(&path).map_err(file)?;
         let modified = metadata.modified().map_err(file)?;

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::selection::{DEFAULT, Decision, Matrices, Policy, Preset, Selection};
+use burn_fp4_checkpoints::selection::{
+    DEFAULT, Decision, Matrices, Policy, Preset, Selection, dialect_of,
+};
 use burn_fp4_checkpoints::{CheckpointError, Model, dialect};
 use burn_fp4_policy::{PolicyError, Recipe, RecipeError, RecipeWeights};
 use burn_fp4_search::formats::Fp4Format;
@@ -13,9 +15,12 @@ use serde::Serialize;
 
 use crate::checkpoint::{GGUF, is_gguf, packable};
 use crate::convert::UNKNOWN_NAMES;
+use crate::counted::counted;
 use crate::error::CliError;
 use crate::listed::{listed, methods, one_of};
 use crate::readers;
+
+use super::statistics::StatisticsFile;
 
 // Choices, each of which may be left open. No documentation: clap would take it for that of the
 // command.
@@ -55,15 +60,18 @@ pub(super) struct Options {
         long_help = presets(),
     )]
     preset: Option<Preset>,
-    /// Do not quantize the weights that this name or pattern matches; may be repeated. `*` and `?`
-    /// are wild cards, and a pattern matches the whole name of a weight or of its module:
-    /// `*.o_proj`. `re:` starts a regular expression, which matches from the start of the name, and
-    /// to its end only with `$`. A pattern that matches no weight is an error.
-    #[arg(long, value_name = "GLOB")]
+    /// Do not quantize the weights that this name or pattern matches; may be repeated. A pattern
+    /// matches the whole name of a weight or of its module, in the same case: `*.o_proj`. `*` is
+    /// any text, `?` one character and `[kv]` one of several. `**.` is any number of components,
+    /// also none, and a dot at the end stands for all within a module: `**.layers.0.`. `re:` starts
+    /// a regular expression, which matches from the start of the name, and to its end only with
+    /// `$`. Braces and commas do not list names: repeat the option. A pattern that matches no
+    /// weight is an error.
+    #[arg(long, value_name = "PATTERN")]
     keep: Vec<String>,
     /// Quantize the matrices of this name or pattern, instead of those that the preset chooses; may
-    /// be repeated.
-    #[arg(long, value_name = "GLOB", conflicts_with = "preset")]
+    /// be repeated. Patterns are those of --keep.
+    #[arg(long, value_name = "PATTERN", conflicts_with = "preset")]
     only: Vec<String>,
     /// Do not quantize this number of layers at the start.
     #[arg(long, value_name = "N")]
@@ -73,8 +81,9 @@ pub(super) struct Options {
     last_layers_high_precision: Option<usize>,
     /// Input statistics, for methods that need them: a safetensors file with the matrix `X^T X` or
     /// the mean squares of the inputs of each weight, in f32 and under its name
-    /// (`Calibration::save` of burn-fp4 writes it); or an imatrix of llama.cpp in GGUF, which is
-    /// enough for sse-weighted.
+    /// (`Calibration::save` of burn-fp4 writes it); or an imatrix of llama.cpp in GGUF. Mean
+    /// squares, as an imatrix has them, are enough for sse-weighted. With `X^T X` the errors of
+    /// outputs are measured too, whatever the method is.
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
 }
@@ -109,8 +118,8 @@ impl Options {
     pub(super) fn named(&self, error: CheckpointError) -> CliError {
         let stated = match &error {
             CheckpointError::Policy(PolicyError::NoMatch { list, .. }) => match *list {
-                "keep" => !self.keep.is_empty(),
-                "only" => !self.only.is_empty(),
+                "`keep`" => !self.keep.is_empty(),
+                "`only`" => !self.only.is_empty(),
                 _ => false,
             },
             _ => false,
@@ -126,7 +135,7 @@ impl Options {
         // A preset and a list are two ways to say which weights.
         let (preset, only) = match (self.preset, &self.only[..]) {
             (None, []) => (recipe.preset, recipe.only),
-            (preset, only) => (preset.map(|preset| preset.to_string()), only.to_vec()),
+            (preset, only) => (preset, only.to_vec()),
         };
         let first = self.first_layers_high_precision.or(recipe.first_layers_high_precision);
         let last = self.last_layers_high_precision.or(recipe.last_layers_high_precision);
@@ -152,7 +161,6 @@ impl Options {
 pub(super) struct ResolvedOptions {
     /// The policy, with the dialect in its recipe.
     pub(super) policy: Policy,
-    dialect: String,
 }
 
 impl ResolvedOptions {
@@ -175,10 +183,7 @@ impl ResolvedOptions {
             None => problem,
             Some(path) => RecipeError::In { path: path.to_owned(), problem: Box::new(problem) },
         };
-        let preset = recipe.preset.as_deref().map(str::parse::<Preset>).transpose();
-        let preset = preset.map_err(|problem| wrong(RecipeError::Preset(problem)))?;
-        let preset = preset.unwrap_or_default();
-        let miles = preset == Preset::Miles;
+        let miles = recipe.preset == Some(Preset::Miles);
         if miles {
             // The converter of miles ran on TransformerEngine 2.10 when it was merged.
             let rule = ScaleRule::TeDivision;
@@ -187,15 +192,15 @@ impl ResolvedOptions {
                 && format != fits
             {
                 let what = format!(
-                    "the preset `{preset}` is for {fits}, not {format}; leave out --format"
+                    "the preset `{}` is for {fits}, not {format}; leave out --format",
+                    Preset::Miles
                 );
                 return Err(CliError::Choice(what));
             }
             recipe.rule = recipe.rule.or(Some(rule));
             recipe.method = recipe.method.or(Some(Method::Amax));
         }
-        let mut policy = Policy::new(recipe).map_err(wrong)?;
-        let dialect = policy.recipe.dialect.clone().unwrap_or_else(|| {
+        let dialect = recipe.dialect.clone().unwrap_or_else(|| {
             match miles {
                 true => "miles",
                 false if model.gguf.is_some() || out.is_some_and(is_gguf) => GGUF,
@@ -203,6 +208,7 @@ impl ResolvedOptions {
             }
             .to_owned()
         });
+        recipe.dialect = Some(dialect.clone());
         // A recipe may name it.
         let (written, packable) = (dialect::written(), packable());
         if written.contains(&&*dialect) && !packable.contains(&&*dialect) {
@@ -210,38 +216,35 @@ impl ResolvedOptions {
             let what = format!("the dialect `{dialect}` has no FP4; choose one of {names}");
             return Err(CliError::Choice(what));
         }
-        policy.recipe.dialect = Some(dialect.clone());
-        Ok(Self { policy, dialect })
+        Ok(Self { policy: Policy::new(recipe).map_err(wrong)? })
     }
 
     /// The dialect to write.
     pub(super) fn dialect(&self) -> &str {
-        &self.dialect
+        dialect_of(&self.policy)
     }
 
     /// Returns true if a method that is asked for needs statistics.
     fn is_calibrated(&self) -> bool {
-        let mut all = self.policy.schemes.iter().flatten().chain([&self.policy.base]);
-        all.any(|how| how.method.row().calibrated)
+        self.policy.schemes().any(|how| how.method.row().calibrated)
     }
 
     /// All that decides about bytes.
     pub(super) fn settings(&self) -> Settings {
-        let Policy { recipe, preset, base, .. } = &self.policy;
-        let recipe = recipe.clone();
+        let (recipe, base) = (self.policy.recipe().clone(), self.policy.base());
         Settings {
             format: base.format(),
             block_size: base.block_size,
-            dialect: self.dialect.clone(),
+            dialect: self.dialect().to_owned(),
             method: base.method,
             rule: base.rule,
-            preset: recipe.only.is_empty().then_some(*preset),
+            preset: recipe.only.is_empty().then_some(self.policy.preset()),
             only: recipe.only,
             keep: recipe.keep,
             first_layers_high_precision: recipe.first_layers_high_precision.unwrap_or(0),
             last_layers_high_precision: recipe.last_layers_high_precision.unwrap_or(0),
             together: recipe.together,
-            calibration: recipe.calibration.filter(|_| self.is_calibrated()),
+            calibration: recipe.calibration,
             weights: recipe.weights,
         }
     }
@@ -255,47 +258,49 @@ impl ResolvedOptions {
         model: &Model<'_>,
         selection: &Selection,
         schemes: &[Fp4Scheme],
+        statistics: Option<&StatisticsFile>,
     ) -> Result<Vec<String>, CliError> {
         let mut notes = Vec::new();
         let scaled = |how: &Fp4Scheme| how.format().row().tensor_scale;
         if !selection.has_tensor_scales() && schemes.iter().any(scaled) {
-            let dialect = &self.dialect;
+            let dialect = self.dialect();
             notes.push(format!(
                 "the dialect `{dialect}` has no tensor scales: block scales alone hold the range, \
                  which raises the error of small weights; other dialects have tensor scales"
             ));
         }
-        if let Some(path) =
-            self.policy.recipe.calibration.as_ref().filter(|_| !self.is_calibrated())
-        {
-            let (path, method) = (path.display(), self.policy.base.method);
-            let others = self.policy.schemes.iter().flatten().any(|how| how.method != method);
-            notes.push(match others {
-                true => {
-                    format!("none of the methods needs input statistics: {path} is not used")
-                }
-                false => format!("method `{method}` needs no input statistics: {path} is not used"),
+        if let (Some(file), false) = (statistics, self.is_calibrated()) {
+            let method = self.policy.base().method;
+            let needed = match self.policy.schemes().all(|how| how.method == method) {
+                true => format!("method `{method}` needs no input statistics"),
+                false => "none of the methods needs input statistics".to_owned(),
+            };
+            let measures = selection.groups.iter().flatten().any(|&at| {
+                let weight = &model.weights[at];
+                file.has_gram(&weight.name, &Matrices::of(model, weight))
             });
+            let use_of = if measures { "only measures errors of outputs" } else { "is not used" };
+            notes.push(format!("{needed}: {} {use_of}", file.path().display()));
         }
-        if self.dialect == GGUF && model.gguf.is_none() {
+        if self.dialect() == GGUF && model.gguf.is_none() {
             notes.push(UNKNOWN_NAMES.to_owned());
         }
         let formats = schemes.iter().map(|how| (how.format(), how.block_size));
-        notes.extend(readers::notes(&self.dialect, formats)?);
+        notes.extend(readers::notes(self.dialect(), formats)?);
         let turned = |&at: &usize| Matrices::of(model, &model.weights[at]).transposed;
         let turned = selection.groups.iter().flatten().any(turned);
         if turned && model.gguf.is_none() {
-            notes.push(readers::turned_note(&self.dialect)?);
-        } else if model.gguf.is_some() && self.dialect != GGUF {
+            notes.push(readers::turned_note(self.dialect())?);
+        } else if model.gguf.is_some() && self.dialect() != GGUF {
             notes.push(readers::GGUF_NAMES.to_owned());
         } else {
-            notes.extend(readers::dtype_note(&self.dialect, model));
+            notes.extend(readers::dtype_note(self.dialect(), model));
         }
         Ok(notes)
     }
 }
 
-/// Choices that are made, as they are printed.
+/// Choices that are made, as they are printed; schemes only as JSON, as few weights may have them.
 #[derive(Serialize)]
 pub(super) struct Settings {
     format: Fp4Format,
@@ -311,7 +316,6 @@ pub(super) struct Settings {
     last_layers_high_precision: usize,
     /// None: as readers of the dialect need it.
     together: Option<bool>,
-    /// None: no method needs any.
     calibration: Option<PathBuf>,
     /// Other choices for some weights, as the recipe has them.
     weights: Vec<RecipeWeights>,
@@ -319,16 +323,14 @@ pub(super) struct Settings {
 
 impl fmt::Display for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { format, block_size, dialect, method, rule, .. } = self;
-        write!(f, "{format} in blocks of {block_size}, {dialect}, {method} by rule {rule}, ")?;
+        write!(f, "{}, ", self.dialect)?;
         match self.preset {
             Some(preset) => write!(f, "{preset}")?,
             None => write!(f, "only {}", self.only.join(", "))?,
         }
         match self.weights.len() {
             0 => Ok(()),
-            1 => write!(f, ", one `[[weights]]` table applied"),
-            tables => write!(f, ", {tables} `[[weights]]` tables applied"),
+            tables => write!(f, ", {}", counted(tables, "`[[weights]]` table")),
         }
     }
 }

@@ -1,7 +1,10 @@
 //! The plan for every tensor and the size of the result, known from headers alone.
 
+use std::cmp::Reverse;
+
 use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection, Warning};
 use burn_fp4_checkpoints::{Model, Planned};
+use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use serde::Serialize;
 
 use super::device::Device;
@@ -18,11 +21,18 @@ pub(super) struct Row {
     shape: Vec<usize>,
     from: String,
     to: String,
+    /// How its scales and codes are chosen. None: it stays.
+    method: Option<Method>,
+    /// The arithmetic of its scales.
+    rule: Option<ScaleRule>,
     /// Why it stays, or which it shares its tensor scale with.
     note: String,
     /// The note for a table, where the names of neighbours are short.
     #[serde(skip)]
     short: String,
+    /// The method and the rule for a table, where they are not those of most weights.
+    #[serde(skip)]
+    by: String,
     /// True if it was chosen to be quantized and cannot be.
     #[serde(skip)]
     unmet: bool,
@@ -39,9 +49,15 @@ pub(super) struct Report {
     /// In the natural order of their names.
     weights: Vec<Row>,
     quantized: usize,
+    /// The schemes of what is quantized, with the number of weights of each.
+    #[serde(skip)]
+    schemes: Vec<(Fp4Scheme, usize)>,
     bytes_before: u64,
     bytes_after: u64,
 }
+
+/// Schemes that a summary tells.
+const SHOWN: usize = 4;
 
 impl Row {
     /// The name without `.weight`.
@@ -53,6 +69,7 @@ impl Row {
 impl Report {
     pub(super) fn new(
         settings: Settings,
+        base: Fp4Scheme,
         device: Device,
         model: &Model<'_>,
         outline: &Model<'_>,
@@ -63,31 +80,33 @@ impl Report {
         let row = |at: usize| {
             let (weight, target) = (&model.weights[at], &outline.weights[at]);
             let matrices = Matrices::of(model, weight);
-            let [note, short] = match &selection.decisions[at] {
-                Decision::Keep(reason) => [reason.to_string(), short_reason(reason, &weight.name)],
-                Decision::Quantize { group, .. } => match &selection.groups[*group][..] {
-                    [_] if matrices.transposed => {
-                        ["stored as [inputs, outputs]"; 2].map(Into::into)
-                    }
-                    [_] => Default::default(),
-                    members => {
-                        let other = members.iter().find(|&&other| other != at).unwrap_or(&at);
-                        let other = &model.weights[*other].name;
-                        let short = short(other, &weight.name);
-                        [
-                            format!("one tensor scale with `{other}`"),
-                            format!("one scale with `{short}`"),
-                        ]
-                    }
-                },
+            let guessed = selection.guessed.contains(&at).then_some("guessed by its shape");
+            let turned = matrices.transposed.then_some("stored as [inputs, outputs]");
+            let (scheme, [note, short]) = match &selection.decisions[at] {
+                Decision::Keep(reason) => {
+                    (None, [reason.to_string(), short_reason(reason, &weight.name)])
+                }
+                Decision::Quantize { scheme, group } => {
+                    let with = sharing(model, &selection.groups[*group], at);
+                    let note = |with: Option<String>| {
+                        let notes = with
+                            .into_iter()
+                            .chain([turned, guessed].into_iter().flatten().map(Into::into));
+                        notes.collect::<Vec<String>>().join("; ")
+                    };
+                    (Some(scheme), with.map(note))
+                }
             };
             Row {
                 name: weight.name.clone(),
                 shape: weight.shape().to_vec(),
                 from: weight.kind(),
                 to: target.kind(),
+                method: scheme.map(|scheme| scheme.method),
+                rule: scheme.map(|scheme| scheme.rule),
                 note,
                 short,
+                by: scheme.map_or_else(String::new, |scheme| difference(scheme, &base)),
                 unmet: match &selection.decisions[at] {
                     Decision::Keep(reason) => reason.is_unmet(),
                     Decision::Quantize { .. } => false,
@@ -103,6 +122,7 @@ impl Report {
             device,
             warnings: selection.warnings.clone(),
             quantized: selection.groups.iter().map(Vec::len).sum(),
+            schemes: counts(selection, base),
             bytes_before: weights.iter().map(|row| row.bytes_before).sum(),
             bytes_after: planned.length(),
             weights,
@@ -136,6 +156,7 @@ impl Report {
             ("shape", Column::Name),
             ("becomes", Column::Name),
             ("size", Column::Figure),
+            ("method", Column::Text),
             ("note", Column::Text),
         ];
         let rows = self.folded(all).iter().map(|one| self.line(one)).collect();
@@ -147,7 +168,7 @@ impl Report {
             let rows = self.weights.iter().enumerate();
             return rows.map(|(at, row)| Folded::alone(row.module(), at)).collect();
         }
-        let key = |row: &Row| (row.from.clone(), row.to.clone(), row.short.clone());
+        let key = |row: &Row| [&row.from, &row.to, &row.by, &row.short].map(Clone::clone);
         let rows = self.weights.iter().map(|row| (row.module(), &row.shape[..], key(row)));
         fold_weights(&rows.collect::<Vec<_>>())
     }
@@ -156,7 +177,8 @@ impl Report {
         let first = &self.weights[folded.members[0]];
         let bytes = folded.members.iter().map(|&at| self.weights[at].bytes_after).sum();
         let (name, shape) = (folded.name.clone(), folded.shape(&first.shape));
-        vec![name, shape, first.to.clone(), Size(bytes).to_string(), first.short.clone()]
+        let size = Size(bytes).to_string();
+        vec![name, shape, first.to.clone(), size, first.by.clone(), first.short.clone()]
     }
 
     /// The counts, the settings and the sizes, in a sentence.
@@ -168,34 +190,75 @@ impl Report {
             device => format!(", on {}", device.name()),
         };
         let settings = &self.settings;
-        let formats = match &self.formats()[..] {
-            [] | [_] => String::new(),
-            formats => {
-                let counts = formats.iter().map(|(format, count)| format!("{count} {format}"));
-                format!(", {}", counts.collect::<Vec<_>>().join(", "))
-            }
-        };
+        let schemes = self.schemes.iter().take(SHOWN).map(|(scheme, count)| {
+            let Fp4Scheme { block_size, method, rule, .. } = scheme;
+            let count = if self.schemes.len() > 1 { format!("{count} ") } else { String::new() };
+            let rule = match *rule == ScaleRule::of_format(scheme.format()) {
+                true => String::new(),
+                false => format!(" by rule {rule}"),
+            };
+            format!("{count}{} in blocks of {block_size}, {method}{rule}", scheme.format())
+        });
+        let mut schemes: Vec<String> = schemes.collect();
+        if self.schemes.len() > SHOWN {
+            let others = self.schemes[SHOWN..].iter().map(|(_, count)| count).sum();
+            schemes.push(counted(others, "weight") + " by other schemes");
+        }
+        let schemes = schemes.join("; ");
         let share = match self.bytes_before {
             0 => String::new(),
             all => format!(" ({:.0} %)", 100.0 * self.bytes_after as f64 / all as f64),
         };
         format!(
-            "{quantized} of {of} quantized{formats} ({settings}{on}): {before} -> {after}{share}"
+            "{quantized} of {of} quantized ({schemes}; {settings}{on}): {before} -> {after}{share}"
         )
     }
+}
 
-    /// The formats of what is quantized, with the number of weights in each.
-    fn formats(&self) -> Vec<(&str, usize)> {
-        let mut formats: Vec<(&str, usize)> = Vec::new();
-        for row in self.weights.iter().filter(|row| row.from != row.to) {
-            let format = row.to.split(' ').next().unwrap_or_default();
-            match formats.iter_mut().find(|(known, _)| *known == format) {
-                Some((_, count)) => *count += 1,
-                None => formats.push((format, 1)),
-            }
-        }
-        formats
+/// The weights that one shares its tensor scale with: in whole names, and for a table.
+fn sharing(model: &Model<'_>, group: &[usize], at: usize) -> [Option<String>; 2] {
+    let own = &model.weights[at].name;
+    let others = group.iter().filter(|&&other| other != at);
+    let mut others: Vec<&str> = others.map(|&other| &*model.weights[other].name).collect();
+    if others.is_empty() {
+        return [None, None];
     }
+    others.sort_by_key(|name| natural(name));
+    let quoted: Vec<_> = others.iter().map(|name| format!("`{name}`")).collect();
+    let names: Vec<_> = others.iter().map(|name| short(name, own)).collect();
+    [
+        Some(format!("shares a tensor scale with {}", quoted.join(", "))),
+        Some(format!("shares a scale with {}", names.join(", "))),
+    ]
+}
+
+/// The method and the rule of a scheme where they are not those of the base, or of another format
+/// the usual ones.
+fn difference(scheme: &Fp4Scheme, base: &Fp4Scheme) -> String {
+    let usual = match scheme.format() == base.format() {
+        true => base.rule,
+        false => ScaleRule::of_format(scheme.format()),
+    };
+    let method = (scheme.method != base.method).then(|| scheme.method.to_string());
+    let rule = (scheme.rule != usual).then(|| format!("rule {}", scheme.rule));
+    method.into_iter().chain(rule).collect::<Vec<_>>().join(", ")
+}
+
+/// The schemes of what is quantized, with the number of weights of each; the base if nothing is.
+fn counts(selection: &Selection, base: Fp4Scheme) -> Vec<(Fp4Scheme, usize)> {
+    let mut counts: Vec<(Fp4Scheme, usize)> = Vec::new();
+    for decision in &selection.decisions {
+        let Decision::Quantize { scheme, .. } = decision else { continue };
+        match counts.iter_mut().find(|(known, _)| known == scheme) {
+            Some((_, count)) => *count += 1,
+            None => counts.push((*scheme, 1)),
+        }
+    }
+    if counts.is_empty() {
+        counts.push((base, 0));
+    }
+    counts.sort_by_key(|(_, count)| Reverse(*count));
+    counts
 }
 
 #[cfg(test)]
@@ -219,7 +282,8 @@ mod tests {
         let outline = selection.outline(&model);
         let planned = outline.plan(resolved.dialect(), &WriteOptions::default());
         let planned = planned.expect("a plan");
-        Report::new(resolved.settings(), Device::Flex, &model, &outline, &selection, &planned)
+        let (settings, base) = (resolved.settings(), resolved.policy.base());
+        Report::new(settings, base, Device::Flex, &model, &outline, &selection, &planned)
     }
 
     fn layers(count: usize) -> Report {

@@ -2,8 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use burn_fp4_checkpoints::selection::Matrices;
 use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Reader, Tensor, Weight};
-use burn_fp4_search::{Gram, Method, Needs, SearchError};
+use burn_fp4_search::{Fp4Scheme, Gram, Method, Needs, SearchError, Statistics};
 
 use crate::counted::counted;
 use crate::error::CliError;
@@ -20,6 +21,17 @@ pub(super) enum Known {
     Nothing,
     SecondMoments(Vec<f32>),
     Gram(Gram),
+}
+
+impl Known {
+    /// The statistics that a method chooses by.
+    pub(super) fn given(&self, how: &Fp4Scheme) -> Statistics<'_> {
+        match self {
+            Self::SecondMoments(moments) => Statistics::SecondMoments(moments),
+            Self::Gram(gram) if how.method.row().calibrated => Statistics::Gram(gram),
+            Self::Nothing | Self::Gram(_) => Statistics::None,
+        }
+    }
 }
 
 /// Bytes of statistics that are read at a time.
@@ -77,14 +89,18 @@ impl StatisticsFile {
             true => !needs_gram,
             false => found.len() == stacked * cols * cols,
         };
-        if self.imatrix && needs_gram {
+        if moments && needs_gram {
             let path = self.path.display();
             let fits = Method::NAMED.into_iter().filter(|row| row.needs == Needs::SecondMoments);
             let others = fits.map(|row| format!("`{}`", row.name));
             let others = others.collect::<Vec<_>>().join(" or ");
+            let holder = match self.imatrix {
+                true => "an imatrix".to_owned(),
+                false => format!("`{}`", found.name),
+            };
             let what = format!(
-                "{path}: an imatrix holds mean squares only, and method `{method}` needs X^T X; \
-                 use {others}"
+                "{path}: {holder} holds mean squares only, and method `{method}` needs X^T X; use \
+                 {others}"
             );
             return Err(CliError::Choice(what));
         }
@@ -102,20 +118,58 @@ impl StatisticsFile {
         Err(CliError::Choice(what))
     }
 
+    /// Returns true if there is the whole `X^T X` of a weight of these matrices.
+    pub(super) fn has_gram(&self, weight: &str, matrices: &Matrices) -> bool {
+        let Matrices { stacked, cols, .. } = *matrices;
+        self.find(weight).is_some_and(|found| {
+            !self.moments(&found, stacked, cols)
+                && found.len() == stacked * cols * cols
+                && found.dtype == DataType::Plain(Dtype::F32)
+        })
+    }
+
+    /// Returns true if two weights have the same statistics, or neither has any.
+    pub(super) fn is_same(&self, first: &str, other: &str) -> Result<bool, CliError> {
+        let (first, other) = match (self.find(first), self.find(other)) {
+            (Some(first), Some(other)) => (first, other),
+            (first, other) => return Ok(first.is_none() && other.is_none()),
+        };
+        if first.shape != other.shape || first.dtype != other.dtype {
+            return Ok(false);
+        }
+        let reader = Reader::new(&self.file);
+        let [mut a, mut b] = [(); 2].map(|()| vec![0; PIECE.min(first.bytes.len())]);
+        for (left, right) in first.bytes.chunks(PIECE).zip(other.bytes.chunks(PIECE)) {
+            let (a, b) = (&mut a[..left.len()], &mut b[..right.len()]);
+            reader.read(&first.name, left, a)?;
+            reader.read(&other.name, right, b)?;
+            if a != b {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The path of the file.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
     fn moments(&self, found: &Tensor<'_>, stacked: usize, cols: usize) -> bool {
         self.imatrix || (found.len() == stacked * cols && found.shape.len() <= 2)
     }
 
-    /// Bytes of memory that the statistics of a matrix with `cols` columns take.
-    pub(super) fn memory(&self, weight: &str, [stacked, cols]: [usize; 2], method: Method) -> u64 {
-        let Some(found) = self.find(weight).filter(|_| method.row().calibrated) else { return 0 };
-        let cols = cols as u64;
-        let values = match self.moments(&found, stacked, cols as usize) {
-            true => 8 * cols,
+    /// Bytes of memory that the statistics of a weight of these matrices take.
+    pub(super) fn memory(&self, weight: &str, matrices: &Matrices, method: Method) -> u64 {
+        let cols = matrices.cols as u64;
+        let values = match self.has_gram(weight, matrices) {
             // The numbers of the file in f64, and the half that a Gram matrix keeps.
-            false => 12 * cols * cols,
+            true => 12 * cols * cols,
+            false if method.row().calibrated && self.find(weight).is_some() => 8 * cols,
+            false => return 0,
         };
-        values + PIECE as u64
+        // Statistics of two weights are compared piece by piece.
+        values + 2 * PIECE as u64
     }
 
     /// The statistics of one of the matrices of a weight.

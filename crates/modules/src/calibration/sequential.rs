@@ -61,9 +61,9 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
 /// Weights that are quantized one after the other, as soon as all their inputs are known.
 struct LayerByLayer<'a> {
     jobs: Jobs<'a>,
-    /// By job: the jobs that have its codes.
+    /// For each job, the jobs that have its codes.
     tied: Vec<Vec<usize>>,
-    /// By job: how many inputs that decide about its codes are still to come.
+    /// For each job, the number of inputs that decide about its codes and are still to come.
     to_come: Vec<usize>,
 }
 

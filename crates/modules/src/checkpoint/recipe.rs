@@ -167,13 +167,13 @@ impl Fp4Config {
         }
         let chosen = schemes.iter().filter_map(|(&at, scheme)| Some((&parameters[at], (*scheme)?)));
         let chosen: Vec<(&Parameter, Fp4Scheme)> = chosen.collect();
-        let mut config = with_containers(Fp4Config::new(policy.base), &chosen, map)?;
+        let mut config = with_containers(Fp4Config::new(policy.base()), &chosen, map)?;
         for (Parameter { path, .. }, how) in &chosen {
             config = config.include(path).with(path, *how);
         }
         for group in selection.groups.iter().filter(|group| group.len() > 1) {
             let path = |&at: &usize| &*parameters[files.of[at][0]].path;
-            config = with_shared_scale(config, group.iter().map(path));
+            config = config.share_scale_of(group.iter().map(path));
         }
         Ok(config)
     }
@@ -293,12 +293,8 @@ fn outline(name: String, shape: Vec<usize>) -> Weight<'static> {
 /// Makes the policy of a recipe.
 fn policy(recipe: &Recipe) -> Result<Policy, Fp4Error> {
     let policy = Policy::new(recipe.clone())?;
-    match policy.preset {
-        Preset::Miles => {
-            let problem =
-                format!("the preset `{}` is for the files of its converter alone", policy.preset);
-            Err(RecipeError::Preset(problem).into())
-        }
+    match policy.preset() {
+        Preset::Miles => Err(RecipeError::Preset(policy.preset().to_string()).into()),
         _ => Ok(policy),
     }
 }
@@ -405,25 +401,6 @@ fn with_containers(
     Ok(config)
 }
 
-/// The configuration with a tensor scale that parameters share: as siblings, as in other layers, or
-/// by the whole names of their modules.
-fn with_shared_scale<'p>(mut config: Fp4Config, paths: impl Iterator<Item = &'p str>) -> Fp4Config {
-    let module = |path: &'p str| path.rsplit_once('.').map_or(path, |(module, _)| module);
-    let modules: Vec<&str> = paths.map(module).collect();
-    let parts = modules.iter().map(|&one| one.rsplit_once('.').unwrap_or(("", one)));
-    let (parents, siblings): (BTreeSet<&str>, Vec<&str>) = parts.unzip();
-    if config.share_scale.iter().any(|group| *group == siblings) && parents.len() == 1 {
-        return config;
-    }
-    let known = |name: &&str| config.share_scale.iter().flatten().any(|one| one == name);
-    if parents.len() > 1 || siblings.iter().any(known) {
-        // The first list with a name counts.
-        config.share_scale.insert(0, modules.into_iter().map(str::to_owned).collect());
-        return config;
-    }
-    config.share_scale(siblings)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -437,16 +414,5 @@ mod tests {
         let names = files.model.weights.iter().map(|weight| weight.name.as_str());
         assert!(names.eq(["c.weight", "d.weight"]));
         assert_eq!(files.of, [vec![2, 0, 1], vec![3]]);
-    }
-
-    #[test]
-    fn layers_that_are_no_siblings_share_a_tensor_scale_by_their_whole_names() {
-        let mut config = Fp4Config::nvfp4();
-        for paths in [["0.q.weight", "0.k.weight"], ["1.q.weight", "1.k.weight"]] {
-            config = with_shared_scale(config, paths.into_iter());
-        }
-        assert_eq!(config.share_scale, [["q", "k"]]);
-        config = with_shared_scale(config, ["2.q.weight", "3.k.weight"].into_iter());
-        assert_eq!(config.share_scale, [["2.q", "3.k"], ["q", "k"]]);
     }
 }

@@ -206,7 +206,7 @@ struct Measure<'a> {
     wanted: &'a [bool],
     compared_to: Vec<Option<usize>>,
     firsts: BTreeMap<usize, Box<dyn Any>>,
-    /// By job its amax, and 1 if the values equal the first, 0 if not.
+    /// The amax of each job, and 1 if the values equal the first, 0 if not.
     found: Vec<(usize, Tensor<1>)>,
     error: Option<Fp4Error>,
 }

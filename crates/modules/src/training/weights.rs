@@ -61,7 +61,7 @@ fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
     if config.calibration.iter().next().is_some() {
         return refuse("calibration", "the inputs of layers change as the model trains");
     }
-    if !config.share_scale.is_empty() {
+    if !config.share_scale.is_empty() || !config.share_scale_of.is_empty() {
         return refuse("a shared tensor scale", "each weight follows its own amax");
     }
     Ok(())

@@ -62,7 +62,7 @@ impl Parameter {
         self.shape.iter().product::<usize>() * self.stored_dtype().size()
     }
 
-    /// Why nothing can be attached to it, if something is.
+    /// Returns the reason for which nothing can be attached to it, if something is.
     pub(crate) fn attached(&self) -> Option<Reason> {
         if self.inside_reparameterization {
             return Some(Reason::PartOfReparameterization);

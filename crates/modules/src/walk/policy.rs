@@ -2,32 +2,24 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn_fp4_policy::{
-    Constraints, Decision, Family, Fused, Patterns, Policy, Preset, Reason, Recipe, RecipeWeights,
-    WeightInfo,
-};
+use burn_fp4_policy::{Constraints, Decision, Fused, Patterns, Policy, Reason, Recipe, WeightInfo};
 
-use crate::config::Fp4Config;
+use crate::config::{Fp4Config, Override};
 use crate::error::Fp4Error;
 use crate::walk::parameters::Parameter;
 
 /// The choices of a configuration for the weights of its containers.
-pub(crate) fn policy_of(config: &Fp4Config) -> Policy {
-    let overrides = config.overrides.iter();
-    let entry = |pattern: &String| RecipeWeights {
-        names: vec![pattern.clone()],
-        ..RecipeWeights::default()
-    };
+fn policy_of(config: &Fp4Config) -> Policy {
     let recipe = Recipe {
         keep: config.exclude.clone(),
         only: config.include.clone(),
         first_layers_high_precision: Some(config.keep_first),
         last_layers_high_precision: Some(config.keep_last),
-        weights: overrides.clone().map(|one| entry(&one.pattern)).collect(),
         ..Recipe::default()
     };
-    let schemes = overrides.map(|one| Some(one.change.of(&config.scheme))).collect();
-    Policy { recipe, preset: Preset::default(), base: config.scheme, schemes }
+    let scheme = |one: &Override| (one.pattern.clone(), one.change.of(&config.scheme));
+    let overrides = config.overrides.iter().map(scheme);
+    Policy::with_schemes(recipe, config.scheme, overrides)
 }
 
 /// Checks that nothing else than `quantize_fp4` is to keep a budget.
@@ -49,16 +41,10 @@ pub(crate) fn names(parameter: &Parameter) -> [&str; 2] {
     [path, path.strip_suffix(".weight").unwrap_or(path)]
 }
 
-/// Layers that kernels fuse with that of a parameter.
-pub(crate) fn family<'p>(parameter: &'p Parameter, config: &Fp4Config) -> Option<Family<'p>> {
-    let (module, parameter) = parameter.path.rsplit_once('.')?;
-    Some(Family { parameter, ..Family::of(module, &config.share_scale)? })
-}
-
 /// Decides about parameters. `fits` says which of them could be quantized at all.
 ///
 /// # Errors
-/// [`Fp4Error::Pattern`] and [`Fp4Error::Scheme`].
+/// [`Fp4Error::Policy`] and [`Fp4Error::Scheme`].
 pub(crate) fn decide(
     parameters: &[Parameter],
     fits: &[bool],
@@ -73,25 +59,20 @@ pub(crate) fn decide(
         turns: true,
         tensor_scales: true,
     };
-    let decide = |layers: &[Option<(usize, usize)>]| {
-        let info = |at: usize| info(&parameters[at], config, fits[at], layers[at]);
-        let weights: Vec<_> = (0..parameters.len()).map(info).collect();
-        policy.decide(&weights, &constraints).map(|decided| decided.weights)
-    };
-    let decisions = decide(&vec![None; parameters.len()])?;
-    if config.keep_first == 0 && config.keep_last == 0 {
-        return Ok(decisions);
+    let info = |at: usize| info(&parameters[at], config, fits[at]);
+    let weights: Vec<_> = (0..parameters.len()).map(info).collect();
+    let mut decisions = policy.decide(&weights, &constraints)?.weights;
+    // A layer may be each of the chosen weights.
+    for (at, layer, count) in layers(parameters, &decisions) {
+        if policy.recipe().dense_layers(count).iter().any(|layers| layers.contains(&layer)) {
+            decisions[at] = Decision::Keep(Reason::Layer(layer));
+        }
     }
-    Ok(decide(&layers(parameters, &decisions))?)
+    Ok(decisions)
 }
 
 /// A parameter as decisions are made about it.
-fn info<'p>(
-    parameter: &'p Parameter,
-    config: &Fp4Config,
-    fits: bool,
-    layer: Option<(usize, usize)>,
-) -> WeightInfo<'p> {
+fn info<'p>(parameter: &'p Parameter, config: &Fp4Config, fits: bool) -> WeightInfo<'p> {
     let container = config.containers.iter().find(|known| known.name == parameter.container);
     let length = container.and_then(|container| parameter.shape.get(container.axis));
     let [name, module] = names(parameter);
@@ -99,7 +80,6 @@ fn info<'p>(
         name,
         module,
         unfit: (!fits).then_some(Reason::NoMatrix),
-        layer,
         shape: &parameter.shape,
         cols: length.copied().unwrap_or(0),
         ..WeightInfo::default()
@@ -111,8 +91,9 @@ pub(crate) fn is_chosen(decision: &Decision) -> bool {
     matches!(decision, Decision::Quantize { .. } | Decision::Keep(Reason::Columns { .. }))
 }
 
-/// The layers of chosen parameters; see [`Fp4Config::keep_first`].
-fn layers(parameters: &[Parameter], decisions: &[Decision]) -> Vec<Option<(usize, usize)>> {
+/// The chosen parameters in layers, each with the number of its layer and the count of layers; see
+/// [`Fp4Config::keep_first`].
+fn layers(parameters: &[Parameter], decisions: &[Decision]) -> Vec<(usize, usize, usize)> {
     let chosen: Vec<_> = (0..parameters.len()).filter(|&at| is_chosen(&decisions[at])).collect();
     let mut lengths: BTreeMap<&str, usize> = BTreeMap::new();
     for (list, index) in parameters.iter().filter_map(|parameter| parameter.list.as_ref()) {
@@ -120,15 +101,12 @@ fn layers(parameters: &[Parameter], decisions: &[Decision]) -> Vec<Option<(usize
         *length = (*length).max(index + 1);
     }
     let lists_matter = chosen.iter().any(|&at| parameters[at].list.is_some());
-    let mut layers = vec![None; parameters.len()];
-    for (order, &at) in chosen.iter().enumerate() {
-        layers[at] = match &parameters[at].list {
-            Some((list, index)) => Some((*index, lengths[list.as_str()])),
-            None if lists_matter => None,
-            None => Some((order, chosen.len())),
-        };
-    }
-    layers
+    let layer = |(order, &at): (usize, &usize)| match &parameters[at].list {
+        Some((list, index)) => Some((at, *index, lengths[list.as_str()])),
+        None if lists_matter => None,
+        None => Some((at, order, chosen.len())),
+    };
+    chosen.iter().enumerate().filter_map(layer).collect()
 }
 
 /// Lines about the patterns that fit no parameter, and the overrides that fit no chosen one.

@@ -1,6 +1,6 @@
 //! Which weights share a tensor scale.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use burn_fp4_ops::search::{Method, Sse};
 use burn_fp4_ops::{Fp4Scheme, TensorScaling};
@@ -9,29 +9,52 @@ use burn_fp4_policy::Family;
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::walk::parameters::Parameter;
-use crate::walk::policy::family;
 
 /// The groups of weights that share a tensor scale.
 pub(crate) struct ScaleGroups {
-    /// By parameter the name of its group.
+    /// The name of the group of each parameter that has one.
     pub(crate) of: BTreeMap<usize, String>,
     /// Lines about the weights whose siblings are not selected.
     pub(crate) lone: Vec<String>,
-    /// Numbers of the lists of siblings of which two are selected somewhere.
+    /// Numbers of the lists of siblings, and behind them of paths, of which two are selected
+    /// somewhere.
     used: BTreeSet<usize>,
 }
 
 impl ScaleGroups {
-    /// Lines about the siblings of a configuration that form no group.
+    /// Lines about the lists of a configuration that form no group.
     pub(crate) fn unused(&self, config: &Fp4Config) -> Vec<String> {
-        let mut lines = Vec::new();
-        for (list, group) in config.share_scale.iter().enumerate() {
-            if !self.used.contains(&list) {
-                let siblings = group.join(",");
-                lines.push(format!("share_scale {{{siblings}}}: no two selected siblings"));
-            }
+        let siblings = config.share_scale.iter().map(|names| ("share_scale", names, "siblings"));
+        let paths = config.share_scale_of.iter().map(|paths| ("share_scale_of", paths, "weights"));
+        let lists = siblings.chain(paths).enumerate();
+        let unused = lists.filter(|(list, _)| !self.used.contains(list));
+        let line = |(_, (what, names, of)): (_, (&str, &Vec<String>, &str))| {
+            format!("{what} {{{}}}: no two selected {of}", names.join(","))
+        };
+        unused.map(line).collect()
+    }
+}
+
+/// The families of parameters by the lists of a configuration: siblings, and behind them paths.
+struct Lists<'c> {
+    siblings: &'c [Vec<String>],
+    paths: HashMap<&'c str, usize>,
+}
+
+impl<'c> Lists<'c> {
+    fn new(config: &'c Fp4Config) -> Self {
+        let lists = config.share_scale_of.iter().zip(config.share_scale.len()..);
+        let paths = lists.flat_map(|(paths, list)| paths.iter().map(move |path| (&**path, list)));
+        Self { siblings: &config.share_scale, paths: paths.collect() }
+    }
+
+    /// The family of a parameter.
+    fn family<'p>(&self, path: &'p str) -> Option<Family<'p>> {
+        if let Some(&list) = self.paths.get(path) {
+            return Some(Family { parent: "", list, parameter: "" });
         }
-        lines
+        let (module, parameter) = path.rsplit_once('.')?;
+        Some(Family { parameter, ..Family::of(module, self.siblings)? })
     }
 }
 
@@ -46,8 +69,9 @@ pub(crate) fn shared_scales(
     config: &Fp4Config,
 ) -> Result<ScaleGroups, Fp4Error> {
     let mut families: BTreeMap<Family<'_>, Vec<usize>> = BTreeMap::new();
+    let lists = Lists::new(config);
     for (at, parameter) in parameters.iter().enumerate().filter(|(at, _)| schemes[*at].is_some()) {
-        if let Some(family) = family(parameter, config) {
+        if let Some(family) = lists.family(&parameter.path) {
             families.entry(family).or_default().push(at);
         }
     }
@@ -55,7 +79,13 @@ pub(crate) fn shared_scales(
     let mut of = BTreeMap::new();
     let mut used = BTreeSet::new();
     for (Family { parent, list, parameter }, members) in families {
-        let group = format!("{parent}{{{}}}.{parameter}", config.share_scale[list].join(","));
+        let group = match config.share_scale.get(list) {
+            Some(siblings) => format!("{parent}{{{}}}.{parameter}", siblings.join(",")),
+            None => {
+                let paths = &config.share_scale_of[list - config.share_scale.len()];
+                format!("{{{}}}", paths.join(","))
+            }
+        };
         if let [at] = members[..] {
             let path = &parameters[at].path;
             lone.push(format!(

@@ -17,7 +17,7 @@ use crate::walk::scale_groups::shared_scales;
 /// Decides about every float parameter of a module, which initializes them.
 ///
 /// # Errors
-/// [`Fp4Error::Pattern`], [`Fp4Error::Scheme`], [`Fp4Error::SharedScale`], [`Fp4Error::Axis`] and
+/// [`Fp4Error::Policy`], [`Fp4Error::Scheme`], [`Fp4Error::SharedScale`], [`Fp4Error::Axis`] and
 /// [`Fp4Error::Parameter`] for a configuration that does not fit the module;
 /// [`Fp4Error::NothingSelected`] with the reasons; [`Fp4Error::Unused`]; [`Fp4Error::Sensitivity`]
 /// for a budget, which is not a decision about each parameter yet.
@@ -107,7 +107,8 @@ fn quantized_already(selection: &Selection, config: &Fp4Config) -> Vec<String> {
     chosen.map(|(parameter, _)| parameter.path).collect()
 }
 
-/// Why no configuration of these containers could select a parameter, whatever is attached to it.
+/// Finds the reason for which no configuration of these containers could select a parameter,
+/// whatever is attached to it.
 fn unfit(parameter: &Parameter, config: &Fp4Config) -> Option<Reason> {
     if parameter.shape.len() < 2 {
         return Some(Reason::Rank);
@@ -118,7 +119,7 @@ fn unfit(parameter: &Parameter, config: &Fp4Config) -> Option<Reason> {
     parameter.shape.contains(&0).then_some(Reason::Empty)
 }
 
-/// Why a parameter that fits is kept.
+/// Returns the reason for which a parameter that fits is kept.
 ///
 /// # Errors
 /// [`Fp4Error::Parameter`] if blocks do not divide it, unless the configuration says to skip it.

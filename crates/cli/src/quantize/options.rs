@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::selection::{DEFAULT, Decision, Matrices, Policy, Preset, Selection};
-use burn_fp4_checkpoints::{CheckpointError, Model, dialect};
+use burn_fp4_checkpoints::{CheckpointError, Dtype, Model, dialect};
 use burn_fp4_policy::{PolicyError, Recipe, RecipeError, RecipeWeights};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
@@ -12,7 +12,6 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use serde::Serialize;
 
 use crate::checkpoint::{GGUF, is_gguf, packable};
-use crate::convert::UNKNOWN_NAMES;
 use crate::error::CliError;
 use crate::listed::{listed, methods, one_of};
 use crate::readers;
@@ -153,6 +152,8 @@ pub(super) struct ResolvedOptions {
     /// The policy, with the dialect in its recipe.
     pub(super) policy: Policy,
     dialect: String,
+    /// The dtype of wide matrices that stay.
+    pub(super) cast_kept: Option<Dtype>,
 }
 
 impl ResolvedOptions {
@@ -211,7 +212,7 @@ impl ResolvedOptions {
             return Err(CliError::Choice(what));
         }
         policy.recipe.dialect = Some(dialect.clone());
-        Ok(Self { policy, dialect })
+        Ok(Self { policy, dialect, cast_kept: None })
     }
 
     /// The dialect to write.
@@ -243,6 +244,7 @@ impl ResolvedOptions {
             together: recipe.together,
             calibration: recipe.calibration.filter(|_| self.is_calibrated()),
             weights: recipe.weights,
+            cast_kept: self.cast_kept.map(|dtype| dtype.to_string()),
         }
     }
 
@@ -277,9 +279,10 @@ impl ResolvedOptions {
                 false => format!("method `{method}` needs no input statistics: {path} is not used"),
             });
         }
-        if self.dialect == GGUF && model.gguf.is_none() {
-            notes.push(UNKNOWN_NAMES.to_owned());
+        if self.dialect == GGUF {
+            notes.extend(readers::gguf_note(model));
         }
+        notes.extend(readers::cache_note(&self.dialect, model));
         let formats = schemes.iter().map(|how| (how.format(), how.block_size));
         notes.extend(readers::notes(&self.dialect, formats)?);
         let turned = |&at: &usize| Matrices::of(model, &model.weights[at]).transposed;
@@ -287,7 +290,7 @@ impl ResolvedOptions {
         if turned && model.gguf.is_none() {
             notes.push(readers::turned_note(&self.dialect)?);
         } else if model.gguf.is_some() && self.dialect != GGUF {
-            notes.push(readers::GGUF_NAMES.to_owned());
+            notes.push(readers::from_gguf_note(model));
         } else {
             notes.extend(readers::dtype_note(&self.dialect, model));
         }
@@ -315,12 +318,19 @@ pub(super) struct Settings {
     calibration: Option<PathBuf>,
     /// Other choices for some weights, as the recipe has them.
     weights: Vec<RecipeWeights>,
+    /// None: matrices that stay keep their dtype.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cast_kept: Option<String>,
 }
 
 impl fmt::Display for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { format, block_size, dialect, method, rule, .. } = self;
-        write!(f, "{format} in blocks of {block_size}, {dialect}, {method} by rule {rule}, ")?;
+        write!(f, "{format} in blocks of {block_size}, {dialect}, {method}")?;
+        match *rule == ScaleRule::of_format(*format) {
+            true => f.write_str(", ")?,
+            false => write!(f, " by rule {rule}, ")?,
+        }
         match self.preset {
             Some(preset) => write!(f, "{preset}")?,
             None => write!(f, "only {}", self.only.join(", "))?,

@@ -612,7 +612,8 @@ fn weights_of_subnormal_numbers_have_the_error_that_is_said() {
     let difference: Vec<f64> = tiny.iter().zip(&after).map(|(a, b)| f64::from(*a) - b).collect();
     let before: Vec<f64> = tiny.iter().map(|&value| value.into()).collect();
     let expected = 100.0 * (squares(&difference) / squares(&before)).sqrt();
-    assert!(expected < 50.0 && (found - expected).abs() < 0.1, "{found}, expected {expected}");
+    assert!((found - expected).abs() < 0.01, "{found}, expected {expected}");
+    assert!(after.iter().any(|value| *value != 0.0), "something is left");
     assert!(!succeeds(folder.path(), "inspect out").contains("inf"));
 }
 
@@ -628,7 +629,7 @@ fn a_scale_without_a_reciprocal_is_an_error_that_names_the_weight() {
     let written = model.write(folder.path().join("nv"), "modelopt", &WriteOptions::default());
     written.expect("ModelOpt states the scale itself");
     let convert = "convert nv --dialect compressed-tensors --out out";
-    let fact = format!("tensor `{name}`: its tensor scale is 9.809");
+    let fact = format!("tensor `{name}`: its tensor scale is 1e-44");
     let remedy = format!("finite f32 other than 0; pass --keep '{name}', or write another dialect");
     fails(folder.path(), convert, 2, &[&fact, &remedy]);
     let said = succeeds(folder.path(), &format!("{convert} --keep {name}"));

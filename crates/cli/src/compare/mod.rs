@@ -25,8 +25,8 @@ use report::{Relation, Report, Row};
 /// The error of a weight is |B - A| / |A|, with Euclidean norms. A mean error is the mean of the
 /// errors of the weights, as `fp4 quantize` prints it: each weight counts once, whatever its size.
 /// Quantized weights are counted apart from the others, which `fp4 quantize` keeps. Two FP4 weights
-/// are compared by their codes and scales: the order in which their dialects multiply these in f32 is
-/// no difference.
+/// are compared by their codes and scales: the order in which their dialects multiply these in f32
+/// is no difference.
 #[derive(clap::Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct Arguments {

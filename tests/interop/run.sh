@@ -29,6 +29,7 @@ cargo build --locked --bin fp4 --bin llama
 target="${CARGO_TARGET_DIR:-target}/debug"
 "$work/venv/bin/python" "$here/ggml.py" check "$target/fp4" "$work/ggml"
 "$work/venv/bin/python" "$here/readers.py" "$target/fp4" "$work/readers"
+"$work/venv/bin/python" "$here/calibration.py" check "$target/fp4" "$work/calibration"
 "$work/venv/bin/python" "$here/llama.py" check "$target/fp4" "$work/llama" \
     "$target/llama"
 "$work/venv/bin/python" "$here/architectures.py" check "$target/fp4" "$work/architectures"

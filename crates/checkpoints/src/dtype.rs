@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use burn_fp4_formats::E4M3_VALUES;
 use half::{bf16, f16};
 pub use safetensors::Dtype;
 use serde::Deserialize;
@@ -136,8 +137,9 @@ impl DataType {
         }
     }
 
-    /// Returns true if the numbers are read as floats: F32, F16, BF16, F64 rounded to f32, and the
-    /// [records of ggml that are decoded](Self::decoded_ggml), of which FP4 is none.
+    /// Returns true if the numbers are read as floats: F32, F16, BF16, F64 rounded to f32, FP8
+    /// without scales, and the [records of ggml that are decoded](Self::decoded_ggml), of which FP4
+    /// is none.
     ///
     /// ```
     /// use burn_fp4_checkpoints::DataType;
@@ -148,10 +150,15 @@ impl DataType {
     pub fn is_float(self) -> bool {
         match self {
             Self::Plain(dtype) => {
-                [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64].contains(&dtype)
+                [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64].contains(&dtype) || self.is_fp8()
             }
             Self::Ggml(row) => row.decode.is_some(),
         }
+    }
+
+    /// Returns true for the two dtypes of FP8 that hold floats.
+    pub fn is_fp8(self) -> bool {
+        matches!(self, Self::Plain(Dtype::F8_E4M3 | Dtype::F8_E5M2))
     }
 
     /// The records of ggml other than FP4 that are read as floats.
@@ -192,6 +199,9 @@ impl DataType {
                 let numbers = bytes.as_chunks().0;
                 values.extend(numbers.iter().map(|&number| f64::from_le_bytes(number) as f32));
             }
+            Self::Plain(dtype @ (Dtype::F8_E4M3 | Dtype::F8_E5M2)) => {
+                values.extend(bytes.iter().map(|&byte| fp8(dtype, byte)));
+            }
             Self::Plain(_) => return None,
             Self::Ggml(row) => {
                 let (decode, begin) = (row.decode?, values.len());
@@ -221,6 +231,15 @@ impl DataType {
                 records.checked_mul(row.bytes)
             }
         }
+    }
+}
+
+/// The value of a byte of FP8: of E5M2 unless the dtype is F8_E4M3.
+pub(crate) fn fp8(dtype: Dtype, byte: u8) -> f32 {
+    match dtype {
+        Dtype::F8_E4M3 => E4M3_VALUES[usize::from(byte)],
+        // E5M2 is the upper half of an f16.
+        _ => f16::from_bits(u16::from(byte) << 8).to_f32(),
     }
 }
 

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use burn_fp4_formats::FormatError;
 use burn_fp4_policy::PolicyError;
 
+use crate::dtype::Dtype;
+
 /// Why a checkpoint cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -34,6 +36,17 @@ pub enum CheckpointError {
         path: PathBuf,
         /// A description of one.
         expected: &'static str,
+    },
+    /// A folder without an index has fewer shards than their names count.
+    #[error("{}: has {found} of the {expected} shards that its files count; download the others",
+        .path.display())]
+    Shards {
+        /// The folder.
+        path: PathBuf,
+        /// Shards that are there.
+        found: usize,
+        /// Shards that there are by their names.
+        expected: usize,
     },
     /// The path holds weights as pickles of PyTorch.
     #[error(
@@ -71,7 +84,10 @@ pub enum CheckpointError {
         source: serde_json::Error,
     },
     /// A field of a config or of a file's metadata is missing, or says something unknown.
-    #[error("{}: `{field}`: expected {expected}, found {found}", .path.display())]
+    #[error(
+        "{}: `{field}`: expected {expected}, found {found}; correct it, or use another model",
+        .path.display()
+    )]
     Field {
         /// The file.
         path: PathBuf,
@@ -118,7 +134,7 @@ pub enum CheckpointError {
     },
     /// The checkpoint says that it is written in another dialect than it is to be read in.
     #[error(
-        "{}: cannot be read as `{asked}`: it says that it is {claim}",
+        "{}: cannot be read as `{asked}`: it says that it is {claim}; name that dialect, or none",
         .path.display()
     )]
     OtherDialect {
@@ -130,7 +146,7 @@ pub enum CheckpointError {
         claim: String,
     },
     /// The dialect is not one of those known.
-    #[error("unknown dialect `{name}`: expected one of {}", .dialects.join(", "))]
+    #[error("unknown dialect `{name}`; choose one of {}", .dialects.join(", "))]
     UnknownDialect {
         /// The name asked for.
         name: String,
@@ -138,7 +154,9 @@ pub enum CheckpointError {
         dialects: Vec<&'static str>,
     },
     /// The checkpoint needs something that is refused.
-    #[error("{}: {what}: not supported, because {because}", .path.display())]
+    #[error(
+        "{}: {what}: not supported, because {because}; use a model without it", .path.display()
+    )]
     Refused {
         /// The file that says so.
         path: PathBuf,
@@ -148,7 +166,7 @@ pub enum CheckpointError {
         because: &'static str,
     },
     /// The dialect is read, not written.
-    #[error("the dialect `{dialect}` is read only; written are {}", .dialects.join(", "))]
+    #[error("the dialect `{dialect}` is only read; choose one of {}", .dialects.join(", "))]
     ReadOnly {
         /// The dialect asked for.
         dialect: &'static str,
@@ -166,7 +184,7 @@ pub enum CheckpointError {
         what: &'static str,
     },
     /// Two tensors to be written have the same name.
-    #[error("two tensors would be named `{name}`")]
+    #[error("two tensors would be named `{name}`; rename one of their weights")]
     DuplicateName {
         /// The name.
         name: String,
@@ -228,7 +246,7 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// A write was to be finished before all weights were written.
-    #[error("`{weight}` was not written")]
+    #[error("`{weight}` was not written; write every weight before the end")]
     Unwritten {
         /// The first of those that were not.
         weight: String,
@@ -248,7 +266,7 @@ pub enum CheckpointError {
         remedy: String,
     },
     /// No weight would be quantized, because all that could be are.
-    #[error("nothing is left to quantize: `{weight}` is {format} already")]
+    #[error("nothing is left to quantize: `{weight}` is {format} already; use a model of floats")]
     AlreadyQuantized {
         /// One that is quantized.
         weight: String,
@@ -265,13 +283,13 @@ pub enum CheckpointError {
 #[non_exhaustive]
 pub enum TensorProblem {
     /// The type of the numbers is not known.
-    #[error("unknown dtype `{found}`")]
+    #[error("unknown dtype `{found}`; convert the tensor to a known one")]
     UnknownDtype {
         /// Its name or number in the file.
         found: String,
     },
     /// The type of the numbers is another.
-    #[error("expected dtype {expected}, found {found}")]
+    #[error("expected dtype {expected}, found {found}; convert it, or name another dialect")]
     Dtype {
         /// The dtypes that can be there.
         expected: &'static str,
@@ -279,7 +297,7 @@ pub enum TensorProblem {
         found: String,
     },
     /// The shape is another.
-    #[error("expected shape {expected}, found {found:?}")]
+    #[error("expected shape {expected}, found {found:?}; make or download the file again")]
     Shape {
         /// The shape that the other tensors of the weight ask for.
         expected: String,
@@ -287,7 +305,7 @@ pub enum TensorProblem {
         found: Vec<usize>,
     },
     /// The shape has more axes than the format of the file knows.
-    #[error("expected at most {most} axes, found {found}")]
+    #[error("expected at most {most} axes, found {found}; make or download the file again")]
     Axes {
         /// The most that there can be.
         most: u32,
@@ -295,7 +313,10 @@ pub enum TensorProblem {
         found: u32,
     },
     /// A matrix of a stack is not like the others.
-    #[error("{what}: expected {expected}, as the matrix before it has, found {found}")]
+    #[error(
+        "{what}: expected {expected}, as the matrix before it has, found {found}; stack matrices \
+         that are alike"
+    )]
     Unlike {
         /// Which of its facts.
         what: &'static str,
@@ -305,13 +326,16 @@ pub enum TensorProblem {
         found: String,
     },
     /// The shape is larger than an address space, or not a whole number of bytes or records.
-    #[error("the shape {found:?} is not a whole number of bytes that a machine can address")]
+    #[error(
+        "the shape {found:?} is not a whole number of bytes that a machine can address; make or \
+         download the file again"
+    )]
     Size {
         /// The shape in the file.
         found: Vec<u64>,
     },
     /// The bytes are not as many as the shape asks for.
-    #[error("the shape takes {expected} bytes, found {found}")]
+    #[error("the shape takes {expected} bytes, found {found}; make or download the file again")]
     Bytes {
         /// Bytes that dtype and shape take.
         expected: u64,
@@ -343,18 +367,34 @@ pub enum TensorProblem {
         expected: String,
     },
     /// The file is another than the one that was opened.
-    #[error("its file had {expected} bytes when it was opened, and has {found} now")]
+    #[error(
+        "its file had {expected} bytes when it was opened, and has {found} now; leave it alone \
+         while it is read"
+    )]
     Changed {
         /// Bytes of the file then.
         expected: u64,
         /// Bytes of the file when the tensor was read.
         found: u64,
     },
-    /// A number in f64 is finite, and too large for f32.
-    #[error("the value {found:e} is beyond the range of f32; keep the weight, or scale it down")]
-    BeyondF32 {
+    /// A number is finite, and too large for the dtype that it becomes.
+    #[error("the value {found:e} is beyond the range of {dtype}; {}", wider(*.dtype))]
+    Beyond {
         /// The number.
         found: f64,
+        /// The dtype.
+        dtype: Dtype,
+    },
+    /// The dialect states the reciprocal of a scale, which no f32 is.
+    #[error(
+        "its {what} is {found:e}, whose reciprocal is no finite f32 other than 0; keep the weight, \
+         or write another dialect"
+    )]
+    NoReciprocal {
+        /// Which scale.
+        what: &'static str,
+        /// The scale.
+        found: f32,
     },
     /// A tensor without which this one means nothing is missing.
     #[error("it needs `{companion}`, which is missing; download the model again")]
@@ -364,7 +404,8 @@ pub enum TensorProblem {
     },
     /// It is a part of a weight whose other parts the dialect does not find.
     #[error(
-        "it ends as a part of a quantized weight, `{part}`, and no weight of this dialect has it"
+        "it ends as a part of a quantized weight, `{part}`, and no weight of this dialect has it; \
+         name another dialect, or download the model again"
     )]
     Alone {
         /// How its name ends.
@@ -383,9 +424,21 @@ fn missing(source: &std::io::Error) -> &'static str {
     }
 }
 
+/// The remedy for a value that is too large for a dtype.
+fn wider(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F16 => "choose BF16",
+        Dtype::BF16 => "choose F32",
+        _ => "keep the weight, or scale it down",
+    }
+}
+
 /// The remedy for a file that ends before a tensor does.
 fn cut_off(end: u64, limit: u64) -> &'static str {
-    if end > limit { "; the file is cut off: download it again" } else { "" }
+    match end > limit {
+        true => "; the file is cut off: download it again",
+        false => "; make or download the file again",
+    }
 }
 
 fn counted(tensors: usize) -> String {

@@ -97,7 +97,7 @@ impl<'a> Numbers<'a> {
     }
 
     fn reciprocals(&self) -> Self {
-        let reciprocals: Vec<f32> = self.to_vec().into_iter().map(|number| 1.0 / number).collect();
+        let reciprocals: Vec<f32> = self.to_vec().into_iter().map(reciprocal).collect();
         Self::new(&reciprocals)
     }
 }
@@ -397,6 +397,36 @@ impl Fp4Weight<'_> {
         (0..stacked).zip(self.multipliers()).map(matrix).collect()
     }
 
+    /// The values in f64, `[.., rows, cols]`: products of element, block scale and multiplier are
+    /// exact, and quotients by a divisor are rounded once. The order in which a dialect multiplies
+    /// in f32 does not change them.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::{Fp4Weight, Numbers, TensorScale};
+    /// use burn_fp4_formats::Fp4Format;
+    ///
+    /// let mut weight = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, false);
+    /// (weight.codes, weight.scales) = (vec![0x33; 8].into(), vec![0x39].into()); // 1.5 x 1.125
+    /// weight.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(&[0.1])));
+    /// assert!(weight.exact_values().all(|value| value == 1.6875 * f64::from(0.1_f32)));
+    /// ```
+    pub fn exact_values(&self) -> impl Iterator<Item = f64> + '_ {
+        let row = self.format.row();
+        let (codes, scales) = (self.plain_codes(), self.plain_scales());
+        let matrix = self.rows() * self.cols();
+        let stated = self.tensor_scale.as_ref().map(|scale| scale.of_matrices(self.stacked()));
+        let divides = matches!(self.tensor_scale, Some(TensorScale::Divisor(_)));
+        (0..self.stacked() * matrix).map(move |at| {
+            let element = f64::from(E2M1.decode(codes[at / 2] >> (4 * (at % 2)) & 0xF));
+            let scaled = element * f64::from(row.block_scale.decode(scales[at / self.block_size]));
+            match stated.as_ref().map(|stated| f64::from(stated[at / matrix])) {
+                None => scaled,
+                Some(divisor) if divides => scaled / divisor,
+                Some(multiplier) => scaled * multiplier,
+            }
+        })
+    }
+
     /// The values as the dialect computes them, f32, `[.., rows, cols]`.
     ///
     /// [`to_packed`](Self::to_packed) and this project's order of products differ by 1 ulp at
@@ -445,6 +475,12 @@ impl Fp4Weight<'_> {
             false => (shape, values),
         }
     }
+}
+
+/// The reciprocal of a scale. Rules give 1 / `f32::MAX` to weights of zeros: it is rounded, so that
+/// its own reciprocal would be infinite, and stands for that of the largest f32.
+pub(crate) fn reciprocal(number: f32) -> f32 {
+    if number == 1.0 / f32::MAX { f32::MAX } else { 1.0 / number }
 }
 
 /// One number for all becomes one for each.

@@ -7,15 +7,14 @@
 //! | blocks | `[.., N/128, K/128]`, rounded up | DeepSeek, ModelOpt FP8_PB_WO |
 //! | MXFP8 | `[.., N, K/32]`, E8M0 | OCP MX 1.0; ModelOpt, compressed-tensors mxfp8 |
 //!
-//! A scale always multiplies, whatever its name (`weight_scale_inv` of DeepSeek does too).
+//! A scale always multiplies, whatever its name (`weight_scale_inv` of DeepSeek does too). FP8 that
+//! was cast without scales is a plain tensor, whose values are those of its dtype.
 
-use half::f16;
+use burn_fp4_formats::E8M0_VALUES;
 
-use burn_fp4_formats::{E4M3_VALUES, E8M0_VALUES};
-
-use crate::dtype::Dtype;
+use crate::dtype::{Dtype, fp8};
 use crate::error::CheckpointError;
-use crate::tensor::{TO_DECODE_TO, Tensor, append};
+use crate::tensor::{TO_DECODE_TO, Tensor, append, check_range};
 
 /// Numbers that share a scale of MXFP8 (OCP MX 1.0).
 const MX_BLOCK: usize = 32;
@@ -138,12 +137,7 @@ impl<'a> Fp8Weight<'a> {
             true => self.scales.bytes.iter().map(|&b| E8M0_VALUES[usize::from(b)]).collect(),
             false => self.scales.to_f32()?,
         };
-        let e4m3 = self.values.is(&[Dtype::F8_E4M3]);
-        let decode = |byte: u8| match e4m3 {
-            true => E4M3_VALUES[usize::from(byte)],
-            // E5M2 is the upper half of an f16.
-            false => f16::from_bits(u16::from(byte) << 8).to_f32(),
-        };
+        let dtype = self.values.plain().unwrap_or(Dtype::F8_E4M3);
         let axes = &self.values.shape;
         let (rows, cols) = (axes[axes.len() - 2], axes[axes.len() - 1]);
         let matrix = (rows * cols).max(1);
@@ -160,17 +154,18 @@ impl<'a> Fp8Weight<'a> {
             scales[index]
         };
         let values = self.values.bytes.iter().enumerate();
-        Ok(values.map(|(at, &byte)| decode(byte) * scale_of(at)).collect())
+        Ok(values.map(|(at, &byte)| fp8(dtype, byte) * scale_of(at)).collect())
     }
 
     /// The values times their scales, as a tensor of `dtype`.
     ///
     /// # Errors
-    /// A `dtype` that is not F32 or BF16.
+    /// A `dtype` that is not F32, BF16 or F16, and values beyond its range.
     pub fn decode(&self, dtype: Dtype) -> Result<Tensor<'a>, CheckpointError> {
-        let mut bytes = Vec::new();
-        let known = append(&self.to_f32()?, dtype, &mut bytes);
+        let (values, mut bytes) = (self.to_f32()?, Vec::new());
+        let known = append(&values, dtype, &mut bytes);
         known.ok_or_else(|| self.values.wrong_dtype(TO_DECODE_TO))?;
+        check_range(&values, dtype).map_err(|problem| self.values.error(problem))?;
         let (name, shape) = (self.values.name.clone(), self.values.shape.clone());
         Tensor::new(name, dtype, shape, bytes)
     }

@@ -103,6 +103,6 @@ pub use fp8::{Fp8Weight, Granularity};
 pub use reader::Reader;
 pub use storage::Storage;
 pub use tensor::{Data, NewTensor, Tensor};
-pub use traps::{Trap, traps, unlike_scales};
+pub use traps::{Trap, missing_layers, traps, unlike_scales};
 pub use weight::{Model, Quantization, Value, Weight};
 pub use write::{Kept, Output, Piece, Planned, Shards, Start, WriteOptions, WriteReport};

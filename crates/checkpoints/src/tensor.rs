@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::path::Path;
 
-use half::bf16;
+use half::{bf16, f16};
 
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
@@ -13,7 +13,7 @@ use crate::error::{CheckpointError, TensorProblem};
 pub(crate) const PIECE: usize = 1 << 20;
 
 /// Dtypes that values are decoded to.
-pub(crate) const TO_DECODE_TO: &str = "F32 or BF16 to decode to";
+pub(crate) const TO_DECODE_TO: &str = "F32, BF16 or F16 to decode to";
 
 /// A tensor of a file (its bytes are borrowed from the memory map), or one made in memory.
 ///
@@ -98,7 +98,7 @@ impl<'a> Tensor<'a> {
     /// bits of `gguf.quants.dequantize`.
     ///
     /// # Errors
-    /// [`TensorProblem::Dtype`] if they are others, [`TensorProblem::BeyondF32`] if one is too
+    /// [`TensorProblem::Dtype`] if they are others, [`TensorProblem::Beyond`] if one is too
     /// large, [`TensorProblem::Bytes`] or [`TensorProblem::Size`] if the bytes are not as many as
     /// the shape takes.
     pub fn to_f32(&self) -> Result<Vec<f32>, CheckpointError> {
@@ -121,7 +121,7 @@ impl<'a> Tensor<'a> {
             let mut pairs = numbers.zip(&values[begin..]);
             let beyond = pairs.find(|(number, value)| number.is_finite() && value.is_infinite());
             if let Some((found, _)) = beyond {
-                return Err(self.error(TensorProblem::BeyondF32 { found }));
+                return Err(self.error(TensorProblem::Beyond { found, dtype: Dtype::F32 }));
             }
         }
         Ok(())
@@ -130,7 +130,8 @@ impl<'a> Tensor<'a> {
     /// Decodes its numbers to a tensor of `dtype`. Only a piece of them is in f32 at a time.
     ///
     /// # Errors
-    /// As [`to_f32`](Self::to_f32), and a `dtype` that is not F32 or BF16.
+    /// As [`to_f32`](Self::to_f32); a `dtype` that is not F32, BF16 or F16; and
+    /// [`TensorProblem::Beyond`] if a finite value is infinite in it.
     pub fn decode(&self, dtype: Dtype) -> Result<Tensor<'static>, CheckpointError> {
         self.check_bytes()?;
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
@@ -139,6 +140,7 @@ impl<'a> Tensor<'a> {
             values.clear();
             self.append_values(piece, &mut values)?;
             append(&values, dtype, &mut bytes).ok_or_else(|| self.wrong_dtype(TO_DECODE_TO))?;
+            check_range(&values, dtype).map_err(|problem| self.error(problem))?;
         }
         Tensor::new(self.name.to_string(), dtype, self.shape.to_vec(), bytes)
     }
@@ -178,7 +180,7 @@ impl<'a> Tensor<'a> {
     }
 
     pub(crate) fn not_floats(&self) -> CheckpointError {
-        self.wrong_dtype("F32, F16, BF16, F64, or a type of ggml that is decoded")
+        self.wrong_dtype("F32, F16, BF16, F64, FP8, or a type of ggml that is decoded")
     }
 
     pub(crate) fn wrong_shape(&self, expected: impl Into<String>) -> CheckpointError {
@@ -187,11 +189,25 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// Appends values in F32 or BF16, little-endian. None: the dtype is another.
+/// Checks that no finite value is infinite in another dtype.
+pub(crate) fn check_range(values: &[f32], dtype: Dtype) -> Result<(), TensorProblem> {
+    let cast = |value: f32| match dtype {
+        Dtype::BF16 => bf16::from_f32(value).to_f32(),
+        Dtype::F16 => f16::from_f32(value).to_f32(),
+        _ => value,
+    };
+    match values.iter().find(|value| value.is_finite() && cast(**value).is_infinite()) {
+        Some(&found) => Err(TensorProblem::Beyond { found: f64::from(found), dtype }),
+        None => Ok(()),
+    }
+}
+
+/// Appends values in F32, BF16 or F16, little-endian. None: the dtype is another.
 pub(crate) fn append(values: &[f32], dtype: Dtype, bytes: &mut Vec<u8>) -> Option<()> {
     match dtype {
         Dtype::F32 => put(values, bytes, f32::to_le_bytes),
         Dtype::BF16 => put(values, bytes, |value| bf16::from_f32(value).to_le_bytes()),
+        Dtype::F16 => put(values, bytes, |value| f16::from_f32(value).to_le_bytes()),
         _ => return None,
     }
     Some(())

@@ -5,7 +5,8 @@ use std::fmt;
 
 use crate::dialect;
 use crate::facts::Fp4Facts;
-use crate::selection::families;
+use crate::fp4::Fp4Weight;
+use crate::selection::{self, families};
 use crate::weight::{Model, Value, Weight};
 
 /// A warning about a checkpoint.
@@ -57,12 +58,18 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
         };
         let Some(facts) = facts else { continue };
         alone(facts, &mut add);
+        if let Value::Fp4(Fp4Weight { tensor_scale: Some(scale), .. }) = &weight.value
+            && let Some(number) = scale.stated().to_vec().into_iter().find(|n| !n.is_finite())
+        {
+            add(format!("its tensor scale is {number}: no value of it is right"));
+        }
         let input = weight.input_scale.as_ref().map(|scale| scale.stated().to_vec());
         if input.is_some_and(|input| input.iter().all(|&scale| scale == 1.0)) {
             add("the scale of its input is the constant 1: inputs beyond 2688 saturate".to_owned());
         }
     }
     together(model, facts, &mut traps);
+    traps.extend(missing_layers(model));
     // GGUF is known by its format, which says nothing of FP4.
     let claimed = !["", "plain", "gguf"].contains(&model.quantization.dialect);
     if claimed && !model.weights.iter().any(Weight::is_quantized) {
@@ -71,6 +78,30 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
         traps.push(Trap { weight: None, others: 0, what });
     }
     traps
+}
+
+/// The trap of layers that `config.json` counts and no weight is in.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight, missing_layers};
+///
+/// let tensor = Tensor::new("w", Dtype::BF16, vec![2], vec![0; 4])?;
+/// let weights = vec![Weight::new("layers.1.norm.weight", 0, Value::Plain(tensor))];
+/// let config = Some(serde_json::json!({"num_hidden_layers": 3}));
+/// let model = Model { weights, config, ..Model::default() };
+/// let says = "config.json counts 3 layers, and 2 of them have no weight, such as layer 0: files \
+///             may be missing";
+/// assert_eq!(missing_layers(&model).expect("a trap").to_string(), says);
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
+#[must_use]
+pub fn missing_layers(model: &Model<'_>) -> Option<Trap> {
+    let (count, missing, first) = selection::missing_layers(model)?;
+    let what = format!(
+        "config.json counts {count} layers, and {missing} of them have no weight, such as layer \
+         {first}: files may be missing"
+    );
+    Some(Trap { weight: None, others: 0, what })
 }
 
 /// Adds a trap, or counts it with the same one of another weight.
@@ -176,7 +207,7 @@ mod tests {
 
     use super::*;
     use crate::dtype::Dtype;
-    use crate::fp4::{Fp4Weight, Numbers, TensorScale};
+    use crate::fp4::{Numbers, TensorScale};
     use crate::tensor::Tensor;
 
     fn fp4(name: &str, scales: &[f32]) -> Weight<'static> {
@@ -219,6 +250,20 @@ mod tests {
         assert_eq!(found.len(), 1);
         assert!(found[0].starts_with("`q_proj.weight`: `v_proj.weight` has another"), "{found:?}");
         assert!(traps(&model, &[]).is_empty(), "without facts nothing is known");
+    }
+
+    #[test]
+    fn a_tensor_scale_that_is_not_finite_is_told() {
+        for number in [f32::INFINITY, f32::NAN] {
+            let mut weight = fp4("o_proj.weight", &[0.5]);
+            if let Value::Fp4(fp4) = &mut weight.value {
+                fp4.tensor_scale = Some(TensorScale::Divisor(Numbers::new(&[number])));
+            }
+            let (model, facts) = model(vec![weight]);
+            let found = texts(&traps(&model, &facts)).join("; ");
+            let says = format!("`o_proj.weight`: its tensor scale is {number}: no value");
+            assert!(found.contains(&says), "{found}");
+        }
     }
 
     #[test]

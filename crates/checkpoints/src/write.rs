@@ -64,8 +64,9 @@ impl<'a> Model<'a> {
         let path = path.as_ref();
         let planned = self.plan(dialect, options)?;
         // A plan without texts is a GGUF file, which is opened by the end of its name.
-        if planned.plan.texts.is_none() && path.extension().is_none_or(|end| end != "gguf") {
-            let expected = "a path that ends in .gguf, as the dialect `gguf` is written to a file";
+        let ends = |end: &std::ffi::OsStr| end.eq_ignore_ascii_case("gguf");
+        if planned.plan.texts.is_none() && !path.extension().is_some_and(ends) {
+            let expected = "a path that ends in .gguf, as the dialect `gguf` is a file; rename it";
             return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
         }
         let mut output = planned.create(path, "", Start::Over)?;

@@ -9,8 +9,9 @@ use burn_fp4_checkpoints::{
 use burn_fp4_search::formats::Fp4Format;
 use clap::builder::PossibleValuesParser;
 
+use crate::counted::counted;
 use crate::error::CliError;
-use crate::print::note;
+use crate::print::{note, warn};
 
 // A checkpoint to read. No documentation: clap would take it for that of the command.
 #[derive(clap::Args)]
@@ -45,7 +46,7 @@ pub(crate) const GGUF: &str = "gguf";
 
 /// Returns true if a path has the extension of a GGUF file.
 pub(crate) fn is_gguf(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == GGUF)
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case(GGUF))
 }
 
 /// The path to write to, without slashes at its end. Nothing is there yet. A file in GGUF ends in
@@ -58,7 +59,9 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
             "{shown}: the dialect `{GGUF}` is a file; pass an --out that ends in .gguf, or another \
              --dialect"
         ))),
-        (false, false) if path.extension().is_some_and(|end| end == "safetensors") => {
+        (false, false)
+            if path.extension().is_some_and(|end| end.eq_ignore_ascii_case("safetensors")) =>
+        {
             Err(CliError::Choice(format!(
                 "{shown}: the dialect `{dialect}` is a folder of files; pass an --out that does \
                  not end in .safetensors"
@@ -79,18 +82,38 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
 pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
     let mut model = checkpoint.model()?;
     Reader::new(checkpoint.container()).scales(&mut model)?;
+    let cast = |weight: &&Weight<'_>| match &weight.value {
+        Value::Plain(tensor) => tensor.dtype.is_fp8(),
+        Value::Fp8(_) | Value::Fp4(_) => false,
+    };
+    let cast = model.weights.iter().filter(cast).count();
+    if cast > 0 {
+        let (path, cast) = (checkpoint.container().root().display(), counted(cast, "weight"));
+        note(format!("{path}: {cast} in FP8 without scales, read as they are"));
+    }
     Ok(model)
 }
 
-/// Lists the files that are not copied from a folder, in a line; `None` if all are copied.
-pub(crate) fn not_copied(checkpoint: &Checkpoint) -> Option<String> {
+/// Says in a line which files of a folder are not in what is written; `None` if all are.
+pub(crate) fn not_copied(checkpoint: &Checkpoint, dialect: &str) -> Option<String> {
     let name = |path: &PathBuf| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let slash = if path.is_dir() { "/" } else { "" };
         format!("`{name}{slash}`")
     };
-    let names: Vec<String> = checkpoint.container().left_out().iter().map(name).collect();
-    (!names.is_empty()).then(|| format!("not copied: {}", names.join(", ")))
+    let container = checkpoint.container();
+    let list = |paths: &[PathBuf]| paths.iter().map(name).collect::<Vec<_>>().join(", ");
+    if dialect == GGUF {
+        // What a folder needs beside its weights.
+        let config = container.config().map(|_| container.root().join("config.json"));
+        let files: Vec<PathBuf> = config.into_iter().chain(container.sidecars().to_vec()).collect();
+        return (!files.is_empty()).then(|| {
+            let files = list(&files);
+            format!("a GGUF file has no place for {files}; keep them for a folder made from it")
+        });
+    }
+    let left_out = list(container.left_out());
+    (!left_out.is_empty()).then(|| format!("not copied: {left_out}"))
 }
 
 /// The names of the dialects that are read.
@@ -151,6 +174,13 @@ pub(crate) fn open(path: &Path, dialect: Option<&str>) -> Result<Checkpoint, Cli
         None => Checkpoint::open(path),
     };
     let checkpoint = checkpoint.map_err(|error| missing(path, error))?;
+    if let Some([number, count]) = checkpoint.container().shard() {
+        warn(format!(
+            "{}: by its name shard {number} of {count}, whose weights alone are read; give the \
+             folder with all of them",
+            path.display()
+        ));
+    }
     if checkpoint.known_by() == KnownBy::Tensors {
         let (path, dialect) = (path.display(), checkpoint.dialect());
         note(format!("{path}: read as {dialect}, by the names of its tensors"));

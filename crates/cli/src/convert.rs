@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use burn_fp4_checkpoints::dialect;
 use burn_fp4_checkpoints::{
     CheckpointError, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, Weight,
-    WriteOptions, WriteReport, unlike_scales,
+    WriteOptions, WriteReport, missing_layers, unlike_scales,
 };
 use burn_fp4_search::formats::Fp4Format;
 use serde::Serialize;
@@ -23,13 +23,15 @@ use crate::progress;
 use crate::readers;
 use crate::size::Size;
 use crate::table::{width, wrapped};
+use crate::unheld::{holders, pattern};
 
 /// Write a checkpoint in another dialect: the same codes and scales under other names, with the
 /// configs that its readers expect.
 ///
 /// Whatever changes on the way is counted and printed, with the error that it causes: tensor scales
 /// that had to be inverted, block scales that took in a tensor scale, blocks that were cast to
-/// another format. A weight whose columns do not fit the new format or dialect is kept in its own
+/// another format. The error is that against INPUT, not against the model that INPUT was quantized
+/// from. A weight whose columns do not fit the new format or dialect is kept in its own
 /// format, or as bf16 where the dialect has no place for that.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
@@ -48,7 +50,7 @@ pub(crate) struct Arguments {
     /// Decode FP4 weights to floats: bf16 or f32.
     #[arg(long, value_name = "DTYPE", value_parser = float)]
     decode_fp4: Option<Dtype>,
-    /// Decode FP8 weights to floats: bf16 or f32.
+    /// Decode FP8 weights to floats: bf16 or f32. Without scales they are decoded as they are.
     #[arg(long, value_name = "DTYPE", value_parser = float)]
     decode_fp8: Option<Dtype>,
     /// Decode records of ggml other than FP4, such as Q4_K, to floats: bf16 or f32.
@@ -91,7 +93,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let model = model(&checkpoint)?;
     let reader = Reader::new(checkpoint.container());
     let planned = model.plan_keeping(dialect, &options, &reader, &arguments.keep);
-    let planned = planned.map_err(|error| CliError::from(error).of_option().meanwhile())?;
+    let planned = planned.map_err(|error| unheld(error, &model).of_option().meanwhile())?;
     let mut output = planned.create(&out, "convert", Start::Over)?;
     let copied = Copied::default();
     let written = write(&planned, &mut output, &model, &reader, &copied);
@@ -101,7 +103,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let mut notes = changes(&planned.report());
     notes.extend(kept_notes(&model, planned.kept()));
     notes.extend(result_notes(&model, dialect, &options, planned.kept())?);
-    notes.extend(not_copied(&checkpoint));
+    notes.extend(not_copied(&checkpoint, dialect));
+    missing_layers(&model).iter().for_each(warn);
     let report = Report::new(&model, dialect, &planned, notes);
     report.errors.warnings().iter().for_each(warn);
     match arguments.json {
@@ -119,7 +122,7 @@ struct Report {
     bytes: u64,
     /// Changes, and whatever else is worth knowing, in sentences.
     notes: Vec<String>,
-    /// The errors of weights whose values changed, against what was read.
+    /// The errors of weights whose values changed, against the input, not the model before it.
     errors: Errors,
 }
 
@@ -143,7 +146,8 @@ impl Report {
             0 => {}
             count => {
                 let changed = counted(count, "weight");
-                let line = format!("{changed} changed: {}", self.errors.summary());
+                let line =
+                    format!("{changed} changed against the input: {}", self.errors.summary());
                 text.push_str(&format!("{}\n", wrapped(&line, width())));
             }
         }
@@ -223,8 +227,10 @@ fn result_notes(
     if !model.weights.iter().any(|weight| weight.is_quantized()) {
         notes.push("no weight is FP4; `fp4 quantize` makes them FP4".to_owned());
     }
-    if dialect == GGUF && model.gguf.is_none() {
-        notes.push(UNKNOWN_NAMES.to_owned());
+    if dialect == GGUF {
+        notes.extend(readers::gguf_note(model));
+    } else if model.gguf.is_some() {
+        notes.push(readers::from_gguf_note(model));
     }
     let becomes = |(at, weight): (usize, &Weight<'_>)| {
         let Value::Fp4(fp4) = &weight.value else { return None };
@@ -241,14 +247,30 @@ fn result_notes(
     let copied = !changed && model.quantization.dialect == dialect;
     if !copied && !formats.is_empty() {
         notes.extend(readers::notes(dialect, formats)?);
-        notes.extend(readers::dtype_note(dialect, model));
+        notes.extend(readers::cache_note(dialect, model));
+        notes.extend(readers::dtype_note(dialect, model).filter(|_| model.gguf.is_none()));
     }
     Ok(notes)
 }
 
-/// The note on GGUF files that were not made from another one.
-pub(crate) const UNKNOWN_NAMES: &str =
-    "the tensors keep the names of the input, so llama.cpp cannot run the file";
+/// The error of a weight that the dialect cannot hold, with the options that help.
+fn unheld(error: CheckpointError, model: &Model<'_>) -> CliError {
+    let CheckpointError::CannotHold { weight, .. } = &error else { return error.into() };
+    if CliError::has_remedy(&error) {
+        return error.into();
+    }
+    let found = model.weights.iter().find(|found| found.name == *weight);
+    let other = holders(found);
+    let kept = found.is_some_and(|found| found.is_quantized() && found.pre_quant_scale.is_none());
+    let remedy = match kept {
+        true => format!(
+            "use --keep '{}' to write it as bf16, --decode-fp4 bf16, or {other}",
+            pattern(weight)
+        ),
+        false => format!("use {other}"),
+    };
+    CliError::Unheld { error: error.into(), remedy }
+}
 
 /// Says which weights are not changed as all others are, a line for each reason and pattern of
 /// names.

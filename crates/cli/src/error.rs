@@ -216,7 +216,7 @@ fn keep(source: &SearchError, name: &str) -> String {
 fn remedy(error: &CheckpointError) -> &'static str {
     match error {
         CheckpointError::AlreadyQuantized { .. } => {
-            "; use `fp4 convert` to write quantized weights in another dialect or format"
+            ", or `fp4 convert` to write quantized weights in another dialect or format"
         }
         CheckpointError::NoDialect { .. } | CheckpointError::Ambiguous { .. } => " with --from",
         CheckpointError::Unfinished { .. } => {
@@ -238,6 +238,11 @@ fn remedy(error: &CheckpointError) -> &'static str {
 fn with_dashes(error: &CheckpointError) -> String {
     let text = error.to_string();
     match error {
+        CheckpointError::Tensor {
+            tensor,
+            problem: TensorProblem::Beyond { .. } | TensorProblem::NoReciprocal { .. },
+            ..
+        } => text.replacen("keep the weight", &format!("pass --keep '{tensor}'"), 1),
         CheckpointError::NothingSelected { .. } => text.replace("with `only`", "with --only"),
         CheckpointError::NoSpace { needed, free, .. } => {
             let bytes = |bytes: &u64| format!("{bytes} bytes");
@@ -294,6 +299,11 @@ impl CliError {
             | Self::Recipe(RecipeError::File { source, .. }) => Some(source),
             _ => None,
         }
+    }
+
+    /// Returns true if an error of the library comes with a remedy of the command line.
+    pub(crate) fn has_remedy(error: &CheckpointError) -> bool {
+        !remedy(error).is_empty()
     }
 
     /// 3 if the machine failed, 2 if the command or a file is wrong.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-use burn_fp4_checkpoints::{Dtype, Model, Value};
+use burn_fp4_checkpoints::{Dtype, Model, Output, Value};
 
 use crate::counted::counted;
 use crate::print::warn;
@@ -16,6 +16,9 @@ pub(crate) fn count_not_finite(dtype: Option<Dtype>, bytes: &[u8]) -> u64 {
         Some(Dtype::F32) => count(bytes, |[.., low, high]: [u8; 4]| [low, high], 0x7F80),
         Some(Dtype::BF16) => count(bytes, |bytes: [u8; 2]| bytes, 0x7F80),
         Some(Dtype::F16) => count(bytes, |bytes: [u8; 2]| bytes, 0x7C00),
+        Some(Dtype::F8_E5M2) => count(bytes, |[byte]: [u8; 1]| [0, byte], 0x7C00),
+        // No infinity, and one NaN with two signs.
+        Some(Dtype::F8_E4M3) => count(bytes, |[byte]: [u8; 1]| [0, byte], 0x7F00),
         Some(_) | None => 0,
     }
 }
@@ -49,6 +52,18 @@ impl Copied {
         }
     }
 
+    /// The count of a weight, as the note on it. Empty: every value was finite.
+    pub(crate) fn note(&self, at: usize) -> String {
+        let found = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        found.get(&at).map_or_else(String::new, u64::to_string)
+    }
+
+    /// The counts that an earlier run has noted.
+    pub(crate) fn noted(output: &Output<'_>) -> Self {
+        let counts = output.earlier().filter_map(|(at, note)| Some((at, note.parse().ok()?)));
+        Self(Mutex::new(counts.collect()))
+    }
+
     /// Warns of these weights by name.
     pub(crate) fn warn(self, model: &Model<'_>) {
         let found = self.0.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -79,5 +94,8 @@ mod tests {
         assert_eq!(count_not_finite(Some(Dtype::BF16), &bytes), 2);
         assert_eq!(count_not_finite(Some(Dtype::F16), &bytes), 3);
         assert_eq!(count_not_finite(Some(Dtype::U8), &bytes), 0);
+        let bytes = [0x7F, 0xFF, 0x7E, 0x7C, 0xFC, 0x7B];
+        assert_eq!(count_not_finite(Some(Dtype::F8_E4M3), &bytes), 2);
+        assert_eq!(count_not_finite(Some(Dtype::F8_E5M2), &bytes), 5);
     }
 }

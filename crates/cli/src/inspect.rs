@@ -1,6 +1,8 @@
 //! `fp4 inspect`: the weights of a checkpoint, and defects that no reader reports.
 
-use burn_fp4_checkpoints::{Checkpoint, Fp4Facts, Reader, Value, Weight, traps};
+use burn_fp4_checkpoints::selection::{Decision, Policy, Selection};
+use burn_fp4_checkpoints::{Checkpoint, Fp4Facts, Model, Reader, Value, Weight, traps};
+use burn_fp4_policy::Recipe;
 use serde::Serialize;
 
 use crate::checkpoint::{Input, is_of_ggml, is_quantized, model};
@@ -50,6 +52,9 @@ struct Row {
     bits_per_weight: f64,
     /// Values that are NaN or infinite, of weights in F64, F32, F16 and BF16.
     not_finite: u64,
+    /// True if `fp4 quantize` would quantize it unasked.
+    #[serde(skip)]
+    chosen: bool,
     #[serde(flatten)]
     fp4: Option<Blocks>,
     #[serde(skip)]
@@ -111,7 +116,8 @@ fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
     let total: usize = model.weights.iter().map(Weight::bytes).sum();
     let bar = progress::bytes(total as u64, 0);
     let (mut weights, mut facts) = (Vec::new(), Vec::new());
-    for weight in &model.weights {
+    let decisions = decisions(&model);
+    for (at, weight) in model.weights.iter().enumerate() {
         bar.set_message(weight.name.clone());
         let found = match &weight.value {
             Value::Fp4(_) => match reader.weight(weight)?.value {
@@ -120,7 +126,9 @@ fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
             },
             Value::Plain(_) | Value::Fp8(_) => None,
         };
-        weights.push(Row::new(weight, found.as_ref(), not_finite(&reader, weight)?));
+        let mut row = Row::new(weight, found.as_ref(), not_finite(&reader, weight)?);
+        row.chosen = matches!(decisions.get(at), Some(Decision::Quantize { .. }));
+        weights.push(row);
         facts.push(found);
         bar.inc(weight.bytes() as u64);
     }
@@ -130,6 +138,13 @@ fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
     let found = traps(&model, &facts).iter().map(ToString::to_string).collect::<Vec<_>>();
     let warnings = weights.iter().filter_map(Row::warning).chain(found).collect();
     Ok(Report { dialect: checkpoint.dialect(), weights, warnings, totals })
+}
+
+/// The decisions of `fp4 quantize` without options. Empty: it would refuse the model.
+fn decisions(model: &Model<'_>) -> Vec<Decision> {
+    let policy = Policy::new(Recipe::default()).ok();
+    let selection = policy.and_then(|policy| Selection::of(model, &policy).ok());
+    selection.map_or_else(Vec::new, |selection| selection.decisions)
 }
 
 /// Bytes that are read at a time.
@@ -169,6 +184,7 @@ impl Row {
             bytes: weight.bytes(),
             bits_per_weight: bits(weight.bytes(), weight.len()),
             not_finite,
+            chosen: false,
             fp4,
             group: match (is_of_ggml(weight), is_quantized(weight)) {
                 (true, _) => Group::OfGgml,
@@ -190,9 +206,9 @@ impl Row {
     /// Warns of values that no command quantizes.
     fn warning(&self) -> Option<String> {
         let (name, found) = (&self.name, self.not_finite);
-        let keep = match self.shape.len() {
-            0 | 1 => String::new(),
-            _ => format!(", or pass --keep '{name}' to `fp4 quantize`"),
+        let keep = match self.chosen {
+            false => String::new(),
+            true => format!(", or pass --keep '{name}' to `fp4 quantize`"),
         };
         (found > 0).then(|| format!("`{name}`: {}; fix the weight{keep}", finite::described(found)))
     }
@@ -327,7 +343,26 @@ impl Report {
             self.dialect,
             Size(bytes as u64),
         );
-        format!("{}\n\n{}", table(&columns, &[], formats, width), wrapped(&line, width))
+        let scales = self.scales().map(|line| format!("\n{}", wrapped(&line, width)));
+        let scales = scales.unwrap_or_default();
+        format!("{}\n\n{}{scales}", table(&columns, &[], formats, width), wrapped(&line, width))
+    }
+
+    /// Describes the scales and blocks of all FP4 weights. None: there are none.
+    fn scales(&self) -> Option<String> {
+        let all: Vec<&Blocks> = self.weights.iter().filter_map(|row| row.fp4.as_ref()).collect();
+        if all.is_empty() {
+            return None;
+        }
+        let sum = |of: fn(&Blocks) -> u64| all.iter().map(|one| of(one)).sum::<u64>();
+        let blocks = sum(|one| one.blocks);
+        Some(format!(
+            "tensor scales {}, largest scales {}; {blocks} blocks: {} saturated, {} zero",
+            range(all.iter().map(|one| one.tensor_scale)),
+            range(all.iter().map(|one| one.largest_scale)),
+            share(sum(|one| one.saturated_blocks), blocks),
+            share(sum(|one| one.zero_blocks), blocks)
+        ))
     }
 }
 

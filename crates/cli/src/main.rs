@@ -13,6 +13,7 @@
 //! | `readers.rs`     | programs that read what is written, as helps and notes name them      |
 //! | `checkpoint.rs`  | how a checkpoint is named on the command line                         |
 //! | `counted.rs`     | numbers of things as people write them                                |
+//! | `unheld.rs`      | ways out for a weight that a dialect has no place for                 |
 //! | `size.rs`        | bytes as people write and read them                                   |
 //! | `finite.rs`      | values that are NaN or infinite                                       |
 //! | `percent.rs`     | relative errors as people read them                                   |
@@ -47,6 +48,7 @@ mod quantize;
 mod readers;
 mod size;
 mod table;
+mod unheld;
 
 use std::process::ExitCode;
 

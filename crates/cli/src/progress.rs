@@ -1,9 +1,10 @@
 //! How far long work is, on a terminal or in lines.
 
+use std::fmt::Write;
 use std::thread;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle, WeakProgressBar};
+use indicatif::{ProgressBar, ProgressState, ProgressStyle, WeakProgressBar};
 
 use crate::size::Size;
 
@@ -13,26 +14,37 @@ const INTERVAL: Duration = Duration::from_secs(10);
 /// A bar on a terminal; elsewhere, where indicatif shows nothing, a line on stderr every ten
 /// seconds.
 pub(crate) fn bar(length: usize) -> ProgressBar {
-    start(length as u64, "{bar:24} {pos}/{len} {elapsed} {wide_msg}", of_steps)
+    start(length as u64, style("{bar:24} {pos}/{len} {elapsed} {wide_msg}"), of_steps)
 }
 
 /// The same for bytes, with the rate and the time that is left; `before` were done earlier.
 pub(crate) fn bytes(length: u64, before: u64) -> ProgressBar {
-    let template = "{bar:24} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}, \
-                    {eta} left {wide_msg}";
-    let bar = start(length, template, move |bar| of_bytes(bar, before));
+    // Sizes are rounded as everywhere else.
+    let size = |of: fn(&ProgressState) -> u64| {
+        move |state: &ProgressState, text: &mut dyn Write| {
+            let _ = write!(text, "{}", Size(of(state)));
+        }
+    };
+    let style = style("{bar:24} {done}/{all} {rate}/s, {eta} left {wide_msg}")
+        .with_key("done", size(ProgressState::pos))
+        .with_key("all", size(|state| state.len().unwrap_or(0)))
+        .with_key("rate", size(|state| state.per_sec() as u64));
+    let bar = start(length, style, move |bar| of_bytes(bar, before));
     bar.set_position(before);
     bar.reset_eta();
     bar
 }
 
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).expect("a template")
+}
+
 fn start(
     length: u64,
-    template: &str,
+    style: ProgressStyle,
     describe: impl Fn(&ProgressBar) -> String + Send + 'static,
 ) -> ProgressBar {
-    let style = ProgressStyle::with_template(template);
-    let bar = ProgressBar::new(length).with_style(style.expect("a template"));
+    let bar = ProgressBar::new(length).with_style(style);
     if bar.is_hidden() {
         let watched = bar.downgrade();
         thread::spawn(move || lines(&watched, INTERVAL, describe, |line| eprintln!("{line}")));

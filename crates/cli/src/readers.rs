@@ -2,7 +2,7 @@
 
 use burn_fp4_checkpoints::dialect::{Known, ReadBy, writer, written};
 use burn_fp4_checkpoints::selection::DEFAULT;
-use burn_fp4_checkpoints::{Model, Value};
+use burn_fp4_checkpoints::{Model, Value, Weight};
 use burn_fp4_search::formats::Fp4Format;
 
 use crate::error::CliError;
@@ -63,9 +63,43 @@ pub(crate) fn notes(
     Ok(notes)
 }
 
-/// The note on a Hugging Face folder that is made from a GGUF file.
-pub(crate) const GGUF_NAMES: &str = "the tensors keep their names of GGUF, and there is no \
-                                     config.json; no program is known that loads the result";
+/// Returns true if weights have the names of llama.cpp.
+fn has_gguf_names(model: &Model<'_>) -> bool {
+    let known = |name: &str| name.starts_with("token_embd") || name.split('.').any(|p| p == "blk");
+    model.weights.iter().any(|weight| known(&weight.name))
+}
+
+/// The note on a GGUF file that llama.cpp cannot run.
+pub(crate) fn gguf_note(model: &Model<'_>) -> Option<String> {
+    let why = match (has_gguf_names(model), &model.gguf) {
+        (true, Some(_)) => return None,
+        (true, None) => "the file has no metadata of the model",
+        (false, _) => "the tensors keep the names of the input",
+    };
+    Some(format!("{why}, so llama.cpp cannot run the file"))
+}
+
+/// The note on a folder that is made from a GGUF file.
+pub(crate) fn from_gguf_note(model: &Model<'_>) -> String {
+    match has_gguf_names(model) {
+        true => "the tensors keep their names of GGUF, and there is no config.json; no program is \
+                 known that loads the result"
+            .to_owned(),
+        false => "a GGUF file has no config.json and no tokenizer; copy both from the original \
+                  model into the result"
+            .to_owned(),
+    }
+}
+
+/// The note on a KV cache of 8 bits that the configs of miles state where the source does not.
+pub(crate) fn cache_note(dialect: &str, model: &Model<'_>) -> Option<String> {
+    let added = dialect == "miles" && model.quantization.kv_cache.is_none();
+    added.then(|| {
+        "as the converter of miles does, the configs state a KV cache of 8 bits; remove \
+         `kv_cache_scheme` and `kv_cache_quant_algo` from them to keep it in 16 bits"
+            .to_owned()
+    })
+}
 
 /// Says which readers cannot load layers that the source stores as `[inputs, outputs]`.
 ///
@@ -85,8 +119,17 @@ pub(crate) fn turned_note(dialect: &str) -> Result<String, CliError> {
 }
 
 /// Describes how transformers loads FP4 weights of compressed-tensors if the other weights are not
-/// bf16: it decodes to bf16, and does not multiply numbers of two dtypes.
+/// bf16: it decodes to bf16, and does not multiply numbers of two dtypes. None also for models that
+/// it does not load: of unknown architectures, or with layers `[inputs, outputs]`.
 pub(crate) fn dtype_note(dialect: &str, model: &Model<'_>) -> Option<String> {
+    model.architecture()?;
+    let turned = |weight: &Weight<'_>| match &weight.value {
+        Value::Fp4(fp4) => fp4.transposed && fp4.shape.len() == 2,
+        Value::Plain(_) | Value::Fp8(_) => false,
+    };
+    if model.weights.iter().any(turned) {
+        return None;
+    }
     let config = model.config.as_ref();
     let field = |key| config.and_then(|c| c.get(key).or_else(|| c["text_config"].get(key)));
     let stated = ["dtype", "torch_dtype"].into_iter().find_map(field);

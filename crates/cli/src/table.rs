@@ -30,7 +30,8 @@ const GAP: usize = 2;
 ///
 /// Columns without a text are left out. Where there is no room, so are the `optional` columns, the
 /// first of them first, and a last line names them; then the names in the first column are cut at
-/// the left.
+/// the left. Where names that are cut have no room either, shapes are left out, and then the last
+/// columns.
 pub(crate) fn table(
     columns: &[(&str, Column)],
     optional: &[&str],
@@ -50,6 +51,14 @@ pub(crate) fn table(
             if total(&shown) > room {
                 shown.retain(|&at| columns[at].0 != *left_out);
             }
+        }
+        let least = |shown: &[usize]| {
+            total(shown).saturating_sub(widths[shown[0]].saturating_sub(NARROWEST))
+        };
+        // Nothing else helps: first shapes, then the last columns.
+        while least(&shown) > room && shown.len() > 2 {
+            let shape = shown.iter().position(|&at| columns[at].0 == "shape" && at > 0);
+            shown.remove(shape.unwrap_or(shown.len() - 1));
         }
         if total(&shown) > room {
             let names = room.saturating_sub(total(&shown[1..]) + GAP).max(NARROWEST);
@@ -100,11 +109,17 @@ pub(crate) fn wrapped(line: &str, width: Option<u16>) -> String {
     text
 }
 
-/// Returns the characters that a column takes: of a text the least, of others the most.
+/// Returns the characters that a column takes: of a text the least, in which no word is broken, of
+/// others the most.
 fn needed((head, holds): (&str, Column), rows: &[Vec<String>], at: usize) -> usize {
-    let cells = rows.iter().filter_map(|row| row.get(at)).flat_map(|cell| cell.lines());
-    let widest = cells.chain(head.lines()).map(|line| line.chars().count()).max().unwrap_or(0);
-    if holds == Column::Text { widest.min(NARROWEST) } else { widest }
+    let cells = || rows.iter().filter_map(|row| row.get(at)).flat_map(|cell| cell.lines());
+    let lines = || cells().chain(head.lines());
+    let widest = lines().map(|line| line.chars().count()).max().unwrap_or(0);
+    let words = lines().flat_map(|line| line.split(' ')).map(|word| word.chars().count());
+    match holds {
+        Column::Name | Column::Figure => widest,
+        Column::Text => widest.min(NARROWEST).max(words.max().unwrap_or(0)),
+    }
 }
 
 /// Makes a table without rows. Each column has its least width.

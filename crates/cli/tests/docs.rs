@@ -68,6 +68,14 @@ fn the_commands_of_the_page_do_what_it_says() {
     }
 }
 
+#[test]
+fn the_script_of_the_guide_is_the_one_that_is_checked() {
+    let page = read("crates/burn-fp4/src/guide/calibrate.md");
+    let shown = blocks(&page, "python");
+    assert_eq!(shown.len(), 1);
+    assert!(read("tests/interop/calibration.py").contains(shown[0]));
+}
+
 #[cfg(unix)]
 #[test]
 fn the_commands_of_the_guide_do_what_it_says() {

@@ -447,6 +447,73 @@ fn a_disk_that_is_too_small_is_found_before_the_work() {
     assert_eq!(names(folder.path()), ["holes.safetensors"]);
 }
 
+/// Sets back the time at which a file was modified.
+fn touch(path: &Path) {
+    let file = OpenOptions::new().write(true).open(path).expect("the file");
+    file.set_modified(std::time::SystemTime::UNIX_EPOCH).expect("a time");
+}
+
+#[test]
+fn a_run_that_is_finished_or_whose_config_was_touched_is_resumed() {
+    let folder = tempdir().expect("a folder");
+    let path = model::model(folder.path(), "model", LARGE);
+    let mut child = start(folder.path(), &[]);
+    child.kill().expect("it is killed");
+    child.wait().expect("it ended");
+    touch(&path.join("config.json"));
+    touch(&path.join("model.safetensors.index.json"));
+    let resume = "quantize model --out out --resume";
+    succeeds(folder.path(), resume);
+    let (code, said, note) = run(folder.path(), resume);
+    assert!(
+        note.contains("note: out: finished by an earlier run; nothing is left to do"),
+        "{note}"
+    );
+    assert!(code == 0 && said.ends_with("\nnext: fp4 inspect out\n"), "{said}");
+    let report = succeeds(folder.path(), &format!("{resume} --json"));
+    assert!(serde_json::from_str::<serde_json::Value>(&report).is_ok(), "{report}");
+    // It is the result of another command.
+    for other in ["--dialect modelopt", "--keep *.o_proj"] {
+        fails(folder.path(), &format!("{resume} {other}"), 2, &["out: already exists; remove it"]);
+    }
+}
+
+#[test]
+fn a_run_that_was_killed_before_its_first_weight_is_started_over_with_a_note() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", LARGE);
+    let mut child = start(folder.path(), &[]);
+    child.kill().expect("it is killed");
+    child.wait().expect("it ended");
+    let journal = folder.path().join(".out.partial/journal");
+    let text = fs::read_to_string(&journal).expect("a journal");
+    fs::write(&journal, text.lines().next().expect("a task").to_owned() + "\n").expect("a journal");
+    let (code, _, said) = run(folder.path(), "quantize model --out out");
+    let says = "note: an earlier run left no weight on the disk; this one starts over";
+    assert!(code == 0 && said.contains(says), "{said}");
+}
+
+#[test]
+fn values_that_an_earlier_run_has_copied_and_are_not_finite_are_warned_of() {
+    let folder = tempdir().expect("a folder");
+    let mut tensors = model::tensors(LARGE);
+    tensors[0].bytes[..2].copy_from_slice(&[0xC0, 0x7F]);
+    model::write(&folder.path().join("nan.safetensors"), &tensors);
+    let mut child = start_from(folder.path(), "nan.safetensors", "out", &[]);
+    child.kill().expect("it is killed");
+    child.wait().expect("it ended");
+    let journal = folder.path().join(".out.partial/journal");
+    let text = fs::read_to_string(&journal).expect("a journal");
+    let noted = text.lines().skip(1).find(|line| line.split(' ').next() == Some("0"));
+    assert!(noted.is_none_or(|line| line == "0 1"), "{text}");
+    // As if the embedding and nothing else had reached the disk.
+    let task = text.lines().next().expect("a task");
+    fs::write(&journal, format!("{task}\n0 1\n")).expect("a journal");
+    let (code, _, said) = run(folder.path(), "quantize nan.safetensors --out out --resume");
+    let says = "`model.embed_tokens.weight`: 1 NaN or infinite value, copied into the result";
+    assert!(code == 0 && said.contains(says), "{said}");
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn every_command_says_by_its_exit_code_that_the_machine_failed() {

@@ -5,7 +5,10 @@ mod model;
 use std::fs;
 use std::path::Path;
 
-use burn_fp4_checkpoints::{Checkpoint, Value, Weight};
+use burn_fp4_checkpoints::{
+    Checkpoint, Fp4Weight, Model, Numbers, TensorScale, Value, Weight, WriteOptions,
+};
+use burn_fp4_search::formats::Fp4Format;
 use model::{SMALL, assert_same, fails, names, packed_in, run, succeeds};
 use safetensors::Dtype;
 use tempfile::tempdir;
@@ -484,7 +487,7 @@ fn the_name_of_a_gguf_file_and_its_dialect_go_together() {
     let (code, _, note) = run(folder.path(), "quantize model --out a.gguf/");
     assert!(code == 0 && note.contains("note: ") && note.contains("llama.cpp"), "{note}");
     let said = succeeds(folder.path(), "convert a.gguf --out b.gguf");
-    assert!(!said.contains("llama.cpp"), "{said}");
+    assert!(said.contains("so llama.cpp cannot run the file"), "{said}");
     assert_same(&folder.path().join("a.gguf"), &folder.path().join("b.gguf"));
     let (_, _, note) = run(folder.path(), "quantize f16.gguf --out c.gguf");
     assert!(!note.contains("llama.cpp"), "{note}");
@@ -611,6 +614,139 @@ fn fp8_is_read_and_quantized() {
     succeeds(folder.path(), "quantize model --out out --dialect modelopt");
     let config = fs::read_to_string(folder.path().join("out/config.json")).expect("a config");
     assert!(config.contains("W4A16_NVFP4") && !config.contains("\"FP8\""), "{config}");
+}
+
+#[test]
+fn fp8_without_scales_is_read_as_it_is() {
+    let folder = tempdir().expect("a folder");
+    let input = folder.path().join("model");
+    fs::create_dir(&input).expect("a folder");
+    let tensor = |name: &str, dtype, shape: Vec<usize>, bytes| {
+        let name = format!("layers.0.up_proj.{name}");
+        model::Tensor { name, dtype, shape, bytes }
+    };
+    let cast = || {
+        let bytes = (0..64 * 128).map(|at| (at * 37 % 0x7F) as u8).collect();
+        tensor("weight", Dtype::F8_E4M3, vec![64, 128], bytes)
+    };
+    let write = |tensors: &[model::Tensor], config: &str| {
+        model::write(&input.join("model.safetensors"), tensors);
+        fs::write(input.join("config.json"), config).expect("a config");
+    };
+    let llama = r#"{"model_type": "llama"}"#;
+    write(&[cast()], llama);
+    let decode = "convert model --out dense --dialect plain --decode-fp8 bf16";
+    let (code, said, note) = run(folder.path(), decode);
+    assert!(code == 0 && said.contains("1 weight decoded to floats"), "{said}{note}");
+    assert!(note.contains("note: model: 1 weight in FP8 without scales, read as they"), "{note}");
+    let dense = Checkpoint::open(folder.path().join("dense")).expect("a checkpoint");
+    let weights = dense.weights().expect("weights");
+    assert_eq!(
+        (weights[0].kind(), weights[0].values().expect("floats").1[2]),
+        ("BF16".into(), 5.0)
+    );
+    succeeds(folder.path(), "compare model dense");
+    let said = succeeds(folder.path(), "quantize model --out out");
+    assert!(said.contains("1 of 1 weight quantized"), "{said}");
+    // With scales of another name, or where the config says that there are some, it is no cast.
+    let scale = || tensor("scale_weight", Dtype::F32, vec![], 2_f32.to_le_bytes().to_vec());
+    write(&[cast(), scale()], llama);
+    let says = ["nothing says which dialect `layers.0.up_proj.weight` is in"];
+    fails(folder.path(), "quantize model --out x", 2, &says);
+    let config = r#"{"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}"#;
+    write(&[cast()], config);
+    let says = ["`layers.0.up_proj.weight`: it needs `layers.0.up_proj.weight_scale`"];
+    fails(folder.path(), "quantize model --out x", 2, &says);
+}
+
+#[test]
+fn weights_of_subnormal_numbers_have_the_error_that_is_said() {
+    let folder = tempdir().expect("a folder");
+    let name = "layers.0.o_proj.weight";
+    let tiny: Vec<f32> = model::values(32 * 64, 2).iter().map(|value| value * 1e-38).collect();
+    model::write(&folder.path().join("m.safetensors"), &[floats(name, &[32, 64], &tiny)]);
+    let report = succeeds(folder.path(), "quantize m.safetensors --out out --json");
+    let report: serde_json::Value = serde_json::from_str(&report).expect("an object");
+    let found = report["errors"]["mean_percent"].as_f64().expect("a number");
+    let squares = |values: &[f64]| values.iter().map(|value| value * value).sum::<f64>();
+    let after = values_in(&folder.path().join("out"), name);
+    let difference: Vec<f64> = tiny.iter().zip(&after).map(|(a, b)| f64::from(*a) - b).collect();
+    let before: Vec<f64> = tiny.iter().map(|&value| value.into()).collect();
+    let expected = 100.0 * (squares(&difference) / squares(&before)).sqrt();
+    assert!((found - expected).abs() < 0.01, "{found}, expected {expected}");
+    assert!(after.iter().any(|value| *value != 0.0), "something is left");
+    assert!(!succeeds(folder.path(), "inspect out").contains("inf"));
+}
+
+#[test]
+fn a_scale_without_a_reciprocal_is_an_error_that_names_the_weight() {
+    let folder = tempdir().expect("a folder");
+    let name = "layers.0.o_proj.weight";
+    let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, false);
+    (fp4.codes, fp4.scales) = (vec![0x22; 8].into(), vec![0x38].into());
+    fp4.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(&[1e-44])));
+    let weights = vec![Weight::new(name, 0, Value::Fp4(fp4))];
+    let model = Model { weights, ..Model::default() };
+    let written = model.write(folder.path().join("nv"), "modelopt", &WriteOptions::default());
+    written.expect("ModelOpt states the scale itself");
+    let convert = "convert nv --dialect compressed-tensors --out out";
+    let fact = format!("tensor `{name}`: its tensor scale is 1e-44");
+    let remedy = format!("finite f32 other than 0; pass --keep '{name}', or write another dialect");
+    fails(folder.path(), convert, 2, &[&fact, &remedy]);
+    let said = succeeds(folder.path(), &format!("{convert} --keep {name}"));
+    assert!(said.contains(&format!("`{name}`: kept as BF16")), "{said}");
+}
+
+#[test]
+fn wide_matrices_that_stay_are_noted_and_cast_if_asked() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path().join("model");
+    fs::create_dir(&path).expect("a folder");
+    let wide = |name: &str, shape: &[usize], seed| {
+        floats(name, shape, &model::values(shape.iter().product(), seed))
+    };
+    let write = |largest: f32| {
+        let mut embedding = wide("model.embed_tokens.weight", &[64, 64], 1);
+        embedding.bytes[..4].copy_from_slice(&largest.to_le_bytes());
+        let norm = wide("model.norm.weight", &[64], 2);
+        let layer = wide("model.layers.0.mlp.down_proj.weight", &[64, 64], 3);
+        model::write(&path.join("model.safetensors"), &[embedding, norm, layer]);
+        fs::write(path.join("config.json"), r#"{"model_type": "llama"}"#).expect("a config");
+    };
+    write(0.5);
+    let note = "of the result are matrices that stay in f32 or f64; pass --cast-kept bf16";
+    let (_, _, said) = run(folder.path(), "quantize model --out as-they-are");
+    assert!(said.contains(note), "{said}");
+    for dtype in ["bf16", "f16"] {
+        let command = format!("quantize model --out {dtype} --cast-kept {dtype} --memory 90MB");
+        let (code, _, said) = run(folder.path(), &command);
+        assert!(code == 0 && !said.contains(note), "{said}");
+        let open = Checkpoint::open(folder.path().join(dtype)).expect("a checkpoint");
+        for weight in open.weights().expect("weights") {
+            let kind = match weight.module() {
+                "model.embed_tokens" => dtype.to_uppercase(),
+                "model.norm" => "F32".to_owned(),
+                _ => "nvfp4 16".to_owned(),
+            };
+            assert_eq!(weight.kind(), kind, "{}", weight.name);
+        }
+        let (_, compared, _) = run(folder.path(), &format!("compare as-they-are {dtype}"));
+        assert!(compared.contains("1 quantized weight: 1 the same"), "{compared}");
+    }
+    let plan = succeeds(folder.path(), "quantize model --dry-run --json --cast-kept bf16");
+    let plan: serde_json::Value = serde_json::from_str(&plan).expect("an object");
+    assert_eq!(plan["settings"]["cast_kept"], "BF16");
+    assert_eq!([&plan["weights"][0]["from"], &plan["weights"][0]["to"]], ["F32", "BF16"]);
+    write(1e6);
+    for (dtype, says) in [
+        ("f16", "embed_tokens.weight`: the value 1e6 is beyond the range of F16; choose BF16"),
+        ("f8", "expected bf16 or f16"),
+    ] {
+        let (code, _, said) =
+            run(folder.path(), &format!("quantize model --out x --cast-kept {dtype}"));
+        assert!(code == 2 && said.contains(says), "{said}");
+    }
+    succeeds(folder.path(), "quantize model --out x --cast-kept bf16");
 }
 
 #[test]

@@ -91,6 +91,48 @@ fn every_table_of_every_command_fits_80_columns_and_rows_can_be_told_apart() {
 }
 
 #[test]
+fn tables_fit_40_columns_and_totals_of_scales_are_told_where_columns_are_not() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path();
+    model::model(path, "model", LAYERS);
+    succeeds(path, "quantize model --out out");
+    for command in ["quantize model --dry-run", "inspect out", "compare model out"] {
+        for command in [command.to_owned(), format!("{command} --all")] {
+            let text = in_columns(path, 40, &command);
+            // A long name in a sentence is not broken.
+            for row in table_of(&text).iter().filter(|row| row.trim_start().contains("  ")) {
+                assert!(row.chars().count() <= 40, "{command}: {row}\n{text}");
+            }
+        }
+    }
+    let text = in_columns(path, 80, "inspect out").replace("\n  ", " ");
+    assert!(text.contains("\ntensor scales ") && text.contains(" saturated, "), "{text}");
+}
+
+#[test]
+fn weights_beyond_the_tolerance_are_marked() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path();
+    model::model(path, "model", LAYERS);
+    succeeds(path, "quantize model --out out");
+    let (_, report, _) = run(path, "compare model out --json --tolerance 8");
+    let report: serde_json::Value = serde_json::from_str(&report).expect("an object");
+    let rows = report["weights"].as_array().expect("weights");
+    let beyond = |row: &&serde_json::Value| {
+        row["relation"] == "different" && row["name"].as_str().expect("a name").contains("o_proj")
+    };
+    let count = rows.iter().filter(beyond).count();
+    assert!(count > 0 && count < 32, "{count}");
+    let (_, table, _) = run(path, "compare model out --tolerance 8");
+    let row = table.lines().find(|line| line.contains("o_proj")).expect("a row");
+    assert!(table.contains("beyond") && row.ends_with(&format!("{count} of 32")), "{table}");
+    let (_, table, _) = run(path, "compare model out");
+    assert!(!table.lines().next().expect("a header").contains("beyond"), "{table}");
+    let (_, table, _) = run(path, "compare model out --tolerance 8 --all");
+    assert!(table.lines().any(|line| line.ends_with(" yes")), "{table}");
+}
+
+#[test]
 fn rows_of_a_pattern_are_one_with_the_mean_and_the_largest_error() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", LAYERS);
@@ -156,6 +198,12 @@ fn inspection_warns_of_values_that_are_not_finite() {
     };
     let expected = [warning(0, "1 NaN or infinite value"), warning(2, "2 NaN or infinite values")];
     assert_eq!(warned, expected);
+    // An embedding stays unasked.
+    let mut embedding = model::tensor("model.embed_tokens.weight", &[16, 64], 1);
+    embedding.bytes[..2].copy_from_slice(&[0xC0, 0x7F]);
+    model::write(&folder.path().join("embedding.safetensors"), &[embedding]);
+    let text = succeeds(folder.path(), "inspect embedding.safetensors");
+    assert!(text.ends_with("`: 1 NaN or infinite value; fix the weight\n"), "{text}");
 }
 
 #[test]

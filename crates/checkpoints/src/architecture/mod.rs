@@ -119,6 +119,22 @@ impl<'c> Architecture<'c> {
     }
 }
 
+impl Model<'_> {
+    /// The `model_type` of the architecture that the config names, if its layers are known.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::Model;
+    ///
+    /// let config = Some(serde_json::json!({"architectures": ["LlamaForCausalLM"]}));
+    /// assert_eq!(Model { config, ..Model::default() }.architecture(), Some("llama"));
+    /// assert_eq!(Model::default().architecture(), None);
+    /// ```
+    #[must_use]
+    pub fn architecture(&self) -> Option<&'static str> {
+        Architecture::of(self).name()
+    }
+}
+
 /// The names of modules, ready to be matched.
 pub(crate) struct Roles {
     row: &'static Row,

@@ -27,7 +27,8 @@ impl Mapped {
     pub(crate) fn open(path: &Path) -> Result<Self, CheckpointError> {
         // Asked before it is opened: opening a pipe would wait for who writes to it.
         if !std::fs::metadata(path).map_err(CheckpointError::io(path))?.is_file() {
-            let (path, expected) = (path.to_owned(), "a file, found a folder or a device");
+            let (path, expected) =
+                (path.to_owned(), "a file, found a folder or a device; give the path of a file");
             return Err(CheckpointError::NotACheckpoint { path, expected });
         }
         let file = File::open(path).map_err(CheckpointError::io(path))?;

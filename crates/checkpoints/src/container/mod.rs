@@ -87,7 +87,8 @@ impl Container {
     /// The files must not change while they are open: they are mapped, not copied.
     ///
     /// # Errors
-    /// Files that cannot be read, and the first mistake in a header: lengths, dtypes, offsets that
+    /// Files that cannot be read, a folder without index that lacks some of the shards that its
+    /// files count, and the first mistake in a header: lengths, dtypes, offsets that
     /// overlap or leave the file, an index that does not fit the shards. PyTorch's pickles are
     /// [`CheckpointError::Pickle`], with the command that converts them.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, CheckpointError> {
@@ -98,7 +99,7 @@ impl Container {
 
     fn open_file(path: &Path) -> Result<Self, CheckpointError> {
         let mut container = Self::empty(path);
-        match path.extension().and_then(|extension| extension.to_str()) {
+        match extension(path).as_deref() {
             Some("safetensors") => container.add_safetensors(path.to_owned())?,
             Some("gguf") => {
                 let map = Mapped::open(path)?;
@@ -111,7 +112,7 @@ impl Container {
                 return Err(CheckpointError::Pickle { path, all });
             }
             _ => {
-                let expected = "a folder, or a file that ends in .safetensors or .gguf";
+                let expected = "a folder, or a file that ends in .safetensors or .gguf; give one";
                 return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
             }
         }
@@ -124,7 +125,9 @@ impl Container {
         if index.is_file() {
             container.add_shards(&index)?;
         } else {
-            for path in shards_without_index(root)? {
+            let shards = shards_without_index(root)?;
+            check_shards(root, &shards)?;
+            for path in shards {
                 container.add_safetensors(path)?;
             }
         }
@@ -300,6 +303,13 @@ impl Container {
         names.map(|name| self.root.join(name)).collect::<Vec<_>>().into_iter()
     }
 
+    /// The number of a shard and the count of shards, if a file was opened alone and its name says
+    /// that it is one of several: `model-00002-of-00003.safetensors`.
+    pub fn shard(&self) -> Option<[usize; 2]> {
+        let (_, shard) = shard_of(&self.root).filter(|_| self.root.is_file())?;
+        Some(shard).filter(|[_, count]| *count > 1)
+    }
+
     /// The names of the files with tensors.
     pub fn file_names(&self) -> Vec<String> {
         let name =
@@ -369,11 +379,38 @@ fn shards_without_index(root: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         if let Some(error) = pickled(pickles) {
             return Err(error);
         }
-        let expected = "model.safetensors.index.json, or safetensors files";
+        let expected =
+            "model.safetensors.index.json, or safetensors files; give the folder of a model";
         return Err(CheckpointError::NotACheckpoint { path: root.to_owned(), expected });
     }
     found.sort();
     Ok(found)
+}
+
+/// The beginning of the name of a shard, its number, and how many there are.
+fn shard_of(path: &Path) -> Option<(&str, [usize; 2])> {
+    let (front, count) = path.file_stem()?.to_str()?.rsplit_once("-of-")?;
+    let (front, number) = front.rsplit_once('-')?;
+    Some((front, [number.parse().ok()?, count.parse().ok()?]))
+}
+
+/// Checks that of shards whose names say how many there are none is missing.
+fn check_shards(root: &Path, paths: &[PathBuf]) -> Result<(), CheckpointError> {
+    let shards: Vec<_> = paths.iter().filter_map(|path| shard_of(path)).collect();
+    for (front, [_, count]) in &shards {
+        let same = |(other, [_, of]): &&(&str, [usize; 2])| (other, of) == (front, count);
+        let found = shards.iter().filter(same).count();
+        if found < *count {
+            let (path, expected) = (root.to_owned(), *count);
+            return Err(CheckpointError::Shards { path, found, expected });
+        }
+    }
+    Ok(())
+}
+
+/// The extension of a file in small letters.
+fn extension(path: &Path) -> Option<String> {
+    path.extension()?.to_str().map(str::to_ascii_lowercase)
 }
 
 /// The error about the pickles of a folder, if they hold weights.

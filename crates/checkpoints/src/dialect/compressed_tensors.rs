@@ -89,6 +89,7 @@ impl Dialect for CompressedTensors {
             producer: None,
             quant_config: None,
         };
+        parts::check_scaled(container, &weights, &quantization)?;
         Ok((weights, quantization))
     }
 

@@ -136,6 +136,9 @@ impl Write for Gguf {
         let cannot = |what| CheckpointError::cannot_hold(self.name(), &weight.name, what);
         let fp4 = match &weight.value {
             Value::Plain(tensor) => {
+                if tensor.dtype.is_fp8() {
+                    return Err(cannot(CheckpointError::FP8_TO_DECODE));
+                }
                 if tensor.dtype.ggml().is_none() {
                     return Err(cannot("a dtype that ggml does not have"));
                 }

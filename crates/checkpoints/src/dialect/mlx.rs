@@ -139,6 +139,10 @@ impl Write for Mlx {
         let module =
             module.ok_or_else(|| cannot("a parameter that is not the `weight` of a module"));
         match &weight.value {
+            // MLX has no such dtype, and would read bytes.
+            Value::Plain(tensor) if tensor.dtype.is_fp8() => {
+                Err(cannot(CheckpointError::FP8_TO_DECODE))
+            }
             Value::Plain(tensor) => Ok(vec![NewTensor::copy(&weight.name, tensor)]),
             Value::Fp8(fp8) => {
                 let mx = fp8.granularity == Granularity::Block { rows: 1, cols: 32 }

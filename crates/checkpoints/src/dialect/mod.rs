@@ -115,11 +115,11 @@ pub(crate) fn detect(
 /// weight is left alone, and no other dialect puts more of them together. Of several that read the
 /// same weights it is the first.
 fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), CheckpointError> {
-    let Some(part) = container.tensors().find(plain::is_part) else {
+    let Some(part) = container.tensors().find(|tensor| plain::is_part(container, tensor)) else {
         return Ok((&PLAIN, KnownBy::Claim));
     };
     let alone = |weight: &Weight<'_>| match &weight.value {
-        Value::Plain(tensor) => plain::is_part(tensor),
+        Value::Plain(tensor) => plain::is_part(container, tensor),
         Value::Fp8(_) | Value::Fp4(_) => false,
     };
     let mut best: Vec<(&'static dyn Dialect, Vec<Weight<'_>>)> = Vec::new();

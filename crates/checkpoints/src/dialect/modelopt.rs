@@ -74,6 +74,7 @@ impl Dialect for ModelOpt {
         let quantization = quantization(container, self.name())?;
         let companions = ["weight_scale", "weight_scale_2", "weight_scale_inv"];
         let weights = parts::read(container, &companions, read_weight)?;
+        parts::check_scaled(container, &weights, &quantization)?;
         Ok((weights, quantization))
     }
 

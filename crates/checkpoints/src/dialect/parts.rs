@@ -2,6 +2,7 @@
 //! together with every shape checked.
 
 use burn_fp4_formats::{FormatError, Fp4Format, ScaleLayout};
+use burn_fp4_policy::{Matcher, Pattern};
 
 use crate::container::Container;
 use crate::dtype::Dtype;
@@ -9,7 +10,7 @@ use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, Order, TensorScale};
 use crate::storage::Storage;
 use crate::tensor::Tensor;
-use crate::weight::{Value, Weight};
+use crate::weight::{Quantization, Value, Weight};
 
 /// Takes tensors out of a container, each once.
 pub(super) struct Reader<'a> {
@@ -79,6 +80,28 @@ pub(super) fn read<'a>(
         }
     }
     Ok(weights)
+}
+
+/// Checks that every matrix of FP8 has scales, unless the configs say that it is not quantized: its
+/// values without them would be others.
+pub(super) fn check_scaled(
+    container: &Container,
+    weights: &[Weight<'_>],
+    quantization: &Quantization,
+) -> Result<(), CheckpointError> {
+    let matchers: Vec<Matcher> =
+        quantization.ignore.iter().map(Pattern::matcher).collect::<Result<_, _>>()?;
+    for weight in weights {
+        let Value::Plain(tensor) = &weight.value else { continue };
+        let quantized = tensor.dtype.is_fp8() && tensor.shape.len() >= 2;
+        let ignored = || matchers.iter().any(|matcher| matcher.matches(weight.module()));
+        if quantized && weight.name.ends_with(".weight") && !ignored() {
+            let (path, companion) = (container.root(), format!("{}_scale", weight.name));
+            let problem = TensorProblem::Missing { companion };
+            return Err(CheckpointError::tensor(path, &weight.name, problem));
+        }
+    }
+    Ok(())
 }
 
 /// A tensor that is no part of another weight.

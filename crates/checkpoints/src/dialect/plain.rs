@@ -38,9 +38,18 @@ const QUANTIZED: [&str; 8] = [
 /// Dtypes of which a tensor is only a part of a weight: block scales, codes.
 const PARTS: [Dtype; 2] = [Dtype::F8_E8M0, Dtype::F4];
 
+/// Names of scales of FP8, behind the module of a `weight`. Without one its values were cast.
+const SCALES: [&str; 6] =
+    ["scale", "scale_inv", "weight_scale", "weight_scale_inv", "scale_weight", "_weight_scale"];
+
 /// Returns true for a tensor that only some dialect can explain, with others.
-pub(super) fn is_part(tensor: &Tensor<'_>) -> bool {
-    QUANTIZED.iter().any(|end| tensor.name.ends_with(end)) || tensor.is(&PARTS)
+pub(super) fn is_part(container: &Container, tensor: &Tensor<'_>) -> bool {
+    let scaled = |module: &str| {
+        SCALES.iter().any(|scale| container.position(&format!("{module}.{scale}")).is_some())
+    };
+    QUANTIZED.iter().any(|end| tensor.name.ends_with(end))
+        || tensor.is(&PARTS)
+        || tensor.dtype.is_fp8() && tensor.name.strip_suffix(".weight").is_some_and(scaled)
 }
 
 impl Dialect for Plain {
@@ -56,7 +65,7 @@ impl Dialect for Plain {
         &self,
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
-        if let Some(tensor) = container.tensors().find(is_part) {
+        if let Some(tensor) = container.tensors().find(|tensor| is_part(container, tensor)) {
             let mut dialects = (self.dialects)();
             dialects.retain(|name| *name != NAME);
             return Err(CheckpointError::NoDialect {

@@ -45,7 +45,9 @@ impl Dialect for Quark {
         let ignore = config.and_then(|config| config.get("exclude"));
         let ignore = patterns(ignore, Syntax::Both);
         let dialect = self.name();
-        Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
+        let quantization = Quantization { dialect, ignore, ..Quantization::default() };
+        parts::check_scaled(container, &weights, &quantization)?;
+        Ok((weights, quantization))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {

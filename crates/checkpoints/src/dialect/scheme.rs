@@ -93,10 +93,10 @@ fn says_dynamic(config: &serde_json::Value) -> bool {
 
 /// Returns true if a weight could be a layer's matrix that stays dense: a float matrix `X.weight`.
 pub(super) fn is_dense_matrix(weight: &Weight<'_>) -> bool {
-    let floats = [Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::F64];
     match &weight.value {
         Value::Plain(tensor) => {
-            weight.name.ends_with(".weight") && tensor.shape.len() >= 2 && tensor.is(&floats)
+            let float = tensor.plain().is_some() && tensor.dtype.is_float();
+            weight.name.ends_with(".weight") && tensor.shape.len() >= 2 && float
         }
         Value::Fp8(_) | Value::Fp4(_) => false,
     }

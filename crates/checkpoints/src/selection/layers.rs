@@ -1,5 +1,6 @@
 //! The number of a weight's layer, and the layers at the start and the end that are kept.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use burn_fp4_policy::{Policy, Preset};
@@ -33,22 +34,43 @@ fn number(name: &str) -> Option<usize> {
     None
 }
 
+/// The field with the number of layers.
+const COUNT: &str = "num_hidden_layers";
+
+/// The number of layers that the config states.
+fn stated(model: &Model<'_>) -> Option<usize> {
+    let config = model.config.as_ref()?;
+    let count = config.get(COUNT).or_else(|| config["text_config"].get(COUNT))?.as_u64()?;
+    Some(count as usize)
+}
+
+/// The number of layers that the config states, how many of these have no weight, and the first of
+/// them. A model of several stacks is judged by the one with the most layers.
+pub(crate) fn missing(model: &Model<'_>) -> Option<(usize, usize, usize)> {
+    let count = stated(model)?;
+    let mut stacks: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
+    for weight in &model.weights {
+        let Some(layer) = number(&weight.name).filter(|layer| *layer < count) else { continue };
+        let (stack, _) = weight.name.split_once(&format!(".{layer}."))?;
+        stacks.entry(stack).or_default().insert(layer);
+    }
+    let there = stacks.into_values().max_by_key(BTreeSet::len)?;
+    // Not by trying all of them: a config may name any number.
+    let first = (0..).find(|layer| !there.contains(layer))?;
+    (there.len() < count).then(|| (count, count - there.len(), first))
+}
+
 impl Layers {
     /// # Errors
     /// The converter of miles needs the number of layers, whatever is kept.
     pub(super) fn of(model: &Model<'_>, policy: &Policy) -> Result<Self, CheckpointError> {
         let recipe = policy.recipe();
-        let key = "num_hidden_layers";
-        let config = model.config.as_ref();
-        let stated =
-            config.and_then(|c| c.get(key).or_else(|| c["text_config"].get(key))?.as_u64());
-        let stated = stated.map(|count| count as usize);
-        let count = match stated {
+        let count = match stated(model) {
             Some(count) => count,
             None if policy.preset() == Preset::Miles => {
                 return Err(CheckpointError::Field {
                     path: CONFIG.into(),
-                    field: key.to_owned(),
+                    field: COUNT.to_owned(),
                     expected: "the number of layers, which this preset needs",
                     found: "nothing".to_owned(),
                 });

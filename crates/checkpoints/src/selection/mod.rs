@@ -19,6 +19,7 @@ use crate::error::CheckpointError;
 use crate::fp4::Fp4Weight;
 use crate::weight::{Model, Quantization, Value, Weight};
 use layers::Layers;
+pub(crate) use layers::missing as missing_layers;
 pub use warning::Warning;
 
 /// The dialect to write where none is chosen.

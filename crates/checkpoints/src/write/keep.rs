@@ -49,7 +49,10 @@ pub(super) fn kept(
         let value = &model.weights[weight];
         let reason = reason.filter(|_| value.is_quantized())?;
         let turned = matches!(reason, Reason::Transposed(_));
-        let holds = !turned && !target.folds(value) && target.writer.tensors(value).is_ok();
+        let holds = !turned
+            && !target.folds(value)
+            && target.check_scales(value).is_ok()
+            && target.writer.tensors(value).is_ok();
         let floats = (!holds).then(|| floats(value, target));
         Some(Kept { weight, reason, floats })
     };

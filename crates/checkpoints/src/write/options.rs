@@ -23,12 +23,14 @@ pub struct WriteOptions {
     /// FP4 of another format is cast to this one, and FP4 in blocks of another size than this one's
     /// definition has.
     pub cast: Option<Fp4Format>,
-    /// FP8 is decoded to this dtype (F32 or BF16).
+    /// FP8 is decoded to this dtype (F32, BF16 or F16), also FP8 without scales.
     pub decode_fp8: Option<Dtype>,
-    /// FP4 is decoded to this dtype (F32 or BF16).
+    /// FP4 is decoded to this dtype (F32, BF16 or F16).
     pub decode_fp4: Option<Dtype>,
-    /// Records of ggml other than FP4, such as Q4_K, are decoded to this dtype (F32 or BF16).
+    /// Records of ggml other than FP4, such as Q4_K, are decoded to this dtype (F32, BF16 or F16).
     pub decode_ggml: Option<Dtype>,
+    /// Matrices in F32 and F64 are cast to this dtype (BF16 or F16).
+    pub cast_floats: Option<Dtype>,
     /// Allows a tensor scale to be folded into the block scales where that changes values.
     pub inexact: bool,
 }
@@ -41,6 +43,7 @@ impl Default for WriteOptions {
             decode_fp8: None,
             decode_fp4: None,
             decode_ggml: None,
+            cast_floats: None,
             inexact: false,
         }
     }

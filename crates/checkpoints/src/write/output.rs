@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use super::flusher::{Batch, Flusher};
 use super::journal::{MARK, Notes};
 use super::partial::{self, FILES};
+use super::plan::PlannedFile;
 use super::planned::{Piece, Planned};
 use super::report::WriteReport;
 use crate::error::CheckpointError;
@@ -74,6 +75,8 @@ pub struct Output<'p> {
     flusher: Flusher,
     done: HashSet<usize>,
     earlier: Notes,
+    /// True if an earlier run had begun, and left no weight.
+    restarts: bool,
     /// Bytes that are left of weights of which pieces are written.
     left: HashMap<usize, u64>,
     /// Bytes and weights that are written and not flushed.
@@ -110,7 +113,7 @@ impl Planned<'_> {
     ) -> Result<Output<'_>, CheckpointError> {
         refuse_existing(path)?;
         let (Some(name), Some(parent)) = (path.file_name(), path.parent()) else {
-            let expected = "a path that ends in a name";
+            let expected = "a path that ends in a name; add one";
             return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
         };
         let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
@@ -160,6 +163,7 @@ impl Planned<'_> {
             partial,
             flusher: Flusher::new(journal),
             done: earlier.keys().copied().collect(),
+            restarts: !new && earlier.is_empty(),
             earlier,
             left: HashMap::new(),
             batch: Batch::default(),
@@ -205,13 +209,7 @@ impl Planned<'_> {
     fn check(&self, folder: &Path) -> Result<(), CheckpointError> {
         for planned in &self.plan.files {
             let path = Self::path(folder, &planned.name);
-            let io = || CheckpointError::io(&path);
-            let mut file = File::open(&path).map_err(io())?;
-            let mut header = vec![0; planned.header.len()];
-            let same = file.metadata().map_err(io())?.len() == planned.length
-                && file.read_exact(&mut header).is_ok()
-                && header == planned.header;
-            if !same {
+            if !has_form(&path, planned).map_err(CheckpointError::io(&path))? {
                 let differs = "its length or header is another".to_owned();
                 return Err(CheckpointError::OtherTask { path, differs });
             }
@@ -219,9 +217,25 @@ impl Planned<'_> {
         Ok(())
     }
 
+    /// Returns true if a finished write of this plan is at a path: files of the same lengths and
+    /// headers, with the same configs. Numbers are not looked at.
+    pub fn is_at(&self, path: &Path) -> bool {
+        let file = |planned: &PlannedFile| {
+            let path = match planned.name.as_str() {
+                "" => path.to_owned(),
+                name => path.join(name),
+            };
+            has_form(&path, planned).is_ok_and(|same| same)
+        };
+        let text = |(name, text): &(String, String)| {
+            fs::read(path.join(name)).is_ok_and(|found| found == text.as_bytes())
+        };
+        self.plan.files.iter().all(file) && self.plan.texts.iter().flatten().all(text)
+    }
+
     /// Checks that what is not on the disk yet has room there.
     fn check_space(&self, partial: &Path) -> Result<(), CheckpointError> {
-        let there = |planned: &super::plan::PlannedFile| {
+        let there = |planned: &PlannedFile| {
             let path = Self::path(&partial.join(FILES), &planned.name);
             fs::metadata(path).map_or(0, |file| system::bytes_on_disk(&file))
         };
@@ -235,6 +249,15 @@ impl Planned<'_> {
             Some(_) | None => Ok(()),
         }
     }
+}
+
+/// Returns true if a file has the length and the header of a planned one.
+fn has_form(path: &Path, planned: &PlannedFile) -> std::io::Result<bool> {
+    let mut file = File::open(path)?;
+    let mut header = vec![0; planned.header.len()];
+    Ok(file.metadata()?.len() == planned.length
+        && file.read_exact(&mut header).is_ok()
+        && header == planned.header)
 }
 
 fn one_line(text: &str) -> String {
@@ -270,6 +293,11 @@ impl Output<'_> {
     /// that it was [written](Self::write_noting) with.
     pub fn earlier(&self) -> impl Iterator<Item = (usize, &str)> {
         self.earlier.iter().map(|(&at, note)| (at, note.as_str()))
+    }
+
+    /// Returns true if an earlier run was stopped before its first weight was on the disk.
+    pub fn restarts(&self) -> bool {
+        self.restarts
     }
 
     /// Keeps what is written if it is not finished, so that another run can go on with it, and
@@ -371,6 +399,20 @@ impl Output<'_> {
     /// # Errors
     /// Refusals of the file system.
     pub fn put(&mut self, piece: &Piece<'_>, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.put_noting(piece, bytes, "")
+    }
+
+    /// [`put`](Self::put), with a note on the weight as of [`write_noting`](Self::write_noting):
+    /// that of its last piece counts.
+    ///
+    /// # Errors
+    /// As [`put`](Self::put).
+    pub fn put_noting(
+        &mut self,
+        piece: &Piece<'_>,
+        bytes: &[u8],
+        note: &str,
+    ) -> Result<(), CheckpointError> {
         let plan = &self.planned.plan;
         plan.check_length(piece.file, &piece.tensor, piece.len() as u64, bytes.len())?;
         self.put_bytes(piece.file, &piece.tensor, piece.offset, bytes)?;
@@ -378,7 +420,7 @@ impl Output<'_> {
         *left -= bytes.len() as u64;
         if *left == 0 {
             self.left.remove(&piece.weight);
-            self.note(piece.weight, "");
+            self.note(piece.weight, note);
         }
         self.flush_if_due()
     }

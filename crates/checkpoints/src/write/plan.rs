@@ -66,7 +66,9 @@ impl PlannedFiles {
         let options = target.options;
         let rewritten = std::iter::once(&options).chain(target.others.values()).any(|options| {
             let decoded = [options.decode_fp4, options.decode_fp8, options.decode_ggml];
-            decoded.iter().any(Option::is_some) || options.cast.is_some()
+            decoded.iter().any(Option::is_some)
+                || options.cast.is_some()
+                || options.cast_floats.is_some()
         });
         let mut changed = Vec::new();
         // Where not, the configs are the source's own.

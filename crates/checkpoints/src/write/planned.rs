@@ -6,6 +6,7 @@ use super::keep::Kept;
 use super::plan::PlannedFiles;
 use super::report::WriteReport;
 use super::target::Target;
+use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::reader::Reader;
 use crate::tensor::{Data, NewTensor};
@@ -82,6 +83,11 @@ impl Planned<'_> {
     /// not quantized to FP8 or FP4, and not decoded.
     pub fn copies(&self, at: usize) -> bool {
         self.target.copies(&self.model.weights[at])
+    }
+
+    /// The dtype that a weight of the model is decoded or cast to, if it is.
+    pub fn decoded_to(&self, at: usize) -> Option<Dtype> {
+        self.target.decoded_to(&self.model.weights[at])
     }
 
     /// The pieces of a weight of the model that is copied, one at least.

@@ -12,15 +12,15 @@ use super::report::WriteReport;
 use crate::cast;
 use crate::dialect::{Dialect, Stated, Write};
 use crate::dtype::{DataType, Dtype};
-use crate::error::CheckpointError;
-use crate::fp4::{Fp4Weight, Numbers, TensorScale};
-use crate::tensor::{Tensor, append};
+use crate::error::{CheckpointError, TensorProblem};
+use crate::fp4::{Fp4Weight, Numbers, TensorScale, reciprocal};
+use crate::tensor::{Tensor, append, check_range};
 use crate::weight::{Value, Weight};
 
 /// The word for decoding in errors, in place of a dialect.
 const DECODING: &str = "decoding";
 /// Dtypes that values are not decoded to.
-const OTHER_DTYPES: &str = "dtypes other than F32 and BF16";
+const OTHER_DTYPES: &str = "dtypes other than F32, BF16 and F16";
 
 /// The dialect that is written, and the changes on the way.
 pub(super) struct Target {
@@ -53,12 +53,23 @@ impl Target {
         fp4.tensor_scale.is_some() && stated == Stated::Folded
     }
 
+    /// Checks the scales that the dialect states the other way round.
+    pub(super) fn check_scales(&self, weight: &Weight<'_>) -> Result<(), CheckpointError> {
+        let Value::Fp4(fp4) = &weight.value else { return Ok(()) };
+        let stated = self.writer.holds_of(weight).tensor_scale;
+        let scales = [("tensor scale", &fp4.tensor_scale), ("input scale", &weight.input_scale)];
+        let mut there =
+            scales.into_iter().filter_map(|(what, scale)| Some((what, scale.as_ref()?)));
+        there.try_for_each(|(what, scale)| check_reciprocals(&weight.name, what, scale, stated))
+    }
+
     /// The dtype that a weight is decoded to, if it is.
-    fn decoded_to(&self, weight: &Weight<'_>) -> Option<Dtype> {
+    pub(super) fn decoded_to(&self, weight: &Weight<'_>) -> Option<Dtype> {
         let options = self.options_of(weight);
         match &weight.value {
             Value::Plain(tensor) if tensor.plain().is_none() => options.decode_ggml,
-            Value::Plain(_) => None,
+            Value::Plain(tensor) if tensor.dtype.is_fp8() => options.decode_fp8,
+            Value::Plain(tensor) => options.cast_floats.filter(|_| is_wide_matrix(tensor)),
             Value::Fp8(_) => options.decode_fp8,
             Value::Fp4(_) => options.decode_fp4,
         }
@@ -121,6 +132,7 @@ impl Target {
             report.input_scales_left_out += 1;
             prepared.to_mut().input_scale = None;
         }
+        self.check_scales(&prepared)?;
         let folded = match &prepared.value {
             Value::Fp4(fp4) => {
                 let fold = Fold { stated: holds.tensor_scale, inexact: options.inexact };
@@ -178,13 +190,43 @@ pub(super) fn cast_of(options: &WriteOptions, fp4: &Fp4Weight<'_>) -> Option<Fp4
     options.cast.filter(other)
 }
 
+/// Returns true for a matrix of floats wider than 16 bits.
+fn is_wide_matrix(tensor: &Tensor<'_>) -> bool {
+    tensor.is(&[Dtype::F32, Dtype::F64]) && tensor.shape.len() >= 2
+}
+
+/// Checks the reciprocals of scales that the dialect states the other way round: they are finite,
+/// and not 0.
+fn check_reciprocals(
+    weight: &str,
+    what: &'static str,
+    scale: &TensorScale<'_>,
+    stated: Stated,
+) -> Result<(), CheckpointError> {
+    let inverted = match (scale, stated) {
+        (TensorScale::Multiplier(numbers), Stated::Divisor)
+        | (TensorScale::Divisor(numbers), Stated::Multiplier | Stated::Folded) => numbers.to_vec(),
+        (TensorScale::Multiplier(_), Stated::Multiplier | Stated::Folded)
+        | (TensorScale::Divisor(_), Stated::Divisor) => return Ok(()),
+    };
+    let usable = |number: f32| number != 0.0 && number.is_finite();
+    match inverted.into_iter().find(|number| !usable(*number) || !usable(reciprocal(*number))) {
+        Some(found) => {
+            let problem = TensorProblem::NoReciprocal { what, found };
+            Err(CheckpointError::tensor(Path::new(""), weight, problem))
+        }
+        None => Ok(()),
+    }
+}
+
 fn count_inverted(numbers: &Numbers<'_>, report: &mut WriteReport) {
     for number in numbers.to_vec() {
         report.inverted += 1;
-        let again = 1.0 / (1.0 / number);
+        let inverse = reciprocal(number);
+        let again = reciprocal(inverse);
         report.inverted_inexactly += u64::from(again.to_bits() != number.to_bits());
         // The product of two f32 is exact in f64.
-        let error = (f64::from(1.0 / number) * f64::from(number) - 1.0).abs();
+        let error = (f64::from(inverse) * f64::from(number) - 1.0).abs();
         report.inverted_rounded += u64::from(error > 0.0);
         report.inverted_error = report.inverted_error.max(error);
     }
@@ -203,7 +245,7 @@ fn decoded<'w>(weight: &Weight<'_>, tensor: Tensor<'w>) -> Result<Weight<'w>, Ch
 /// Checks that weights are decoded to a dtype.
 fn check_float(weight: &str, dtype: Dtype) -> Result<(), CheckpointError> {
     match dtype {
-        Dtype::F32 | Dtype::BF16 => Ok(()),
+        Dtype::F32 | Dtype::BF16 | Dtype::F16 => Ok(()),
         _ => Err(CheckpointError::cannot_hold(DECODING, weight, OTHER_DTYPES)),
     }
 }
@@ -218,5 +260,7 @@ fn decode_fp4(
     let mut bytes = Vec::new();
     let known = append(&values, dtype, &mut bytes);
     known.ok_or_else(|| CheckpointError::cannot_hold(DECODING, name, OTHER_DTYPES))?;
+    let beyond = |problem| CheckpointError::tensor(Path::new(""), name, problem);
+    check_range(&values, dtype).map_err(beyond)?;
     Tensor::new(name.to_owned(), dtype, shape, bytes)
 }

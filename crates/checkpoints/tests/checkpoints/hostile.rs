@@ -146,7 +146,7 @@ fn a_number_in_f64_beyond_f32_is_not_called_infinite() {
         weights[0].values().map(|(_, values)| values[0])
     };
     let error = values(-1e300).expect_err("beyond f32").to_string();
-    assert!(error.contains("tensor `x`: the value -1e300 is beyond the range of f32"), "{error}");
+    assert!(error.contains("tensor `x`: the value -1e300 is beyond the range of F32"), "{error}");
     assert_eq!(values(f64::INFINITY).expect("infinite in the file"), f32::INFINITY);
     assert_eq!(values(1e30).expect("in range"), 1e30);
 }

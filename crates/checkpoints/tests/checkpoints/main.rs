@@ -24,9 +24,9 @@ use std::time::Instant;
 
 use burn_fp4_checkpoints::cast::{cast, fold};
 use burn_fp4_checkpoints::{
-    Checkpoint, CheckpointError, DIALECTS, Dtype, Fp4Weight, Fp8Weight, Granularity, KnownBy,
-    Model, Numbers, Pattern, Shards, Storage, Syntax, Tensor, TensorProblem, TensorScale, Value,
-    Weight, WriteOptions,
+    Checkpoint, CheckpointError, Container, DIALECTS, Dtype, Fp4Weight, Fp8Weight, Granularity,
+    KnownBy, Model, Numbers, Pattern, Shards, Storage, Syntax, Tensor, TensorProblem, TensorScale,
+    Value, Weight, WriteOptions,
 };
 use burn_fp4_formats::TensorScale as Scale;
 use burn_fp4_formats::{E2M1, E8M0, Fp4Format, Packed, ScaleLayout};
@@ -342,7 +342,7 @@ fn tensors_of_no_values_are_decoded_only_if_others_of_their_kind_are() {
     let empty = |dtype| Tensor::new("x", dtype, vec![0, 4], vec![]).expect("a tensor");
     let decoded = empty(Dtype::F16).decode(Dtype::BF16).expect("floats");
     assert_eq!((&decoded.shape[..], decoded.bytes.len()), (&[0, 4][..], 0));
-    for (from, to) in [(Dtype::I32, Dtype::F32), (Dtype::F32, Dtype::F16)] {
+    for (from, to) in [(Dtype::I32, Dtype::F32), (Dtype::F32, Dtype::F8_E4M3)] {
         let error = empty(from).decode(to).expect_err("another dtype").to_string();
         assert!(error.contains("expected dtype F32"), "{error}");
     }
@@ -1046,6 +1046,26 @@ fn one_file_of_a_split_gguf_is_refused() {
     let error = file(2).expect_err("one of two");
     assert!(matches!(error, CheckpointError::Refused { .. }), "{error}");
     assert!(error.to_string().contains("split.count 2"), "{error}");
+}
+
+#[test]
+fn shards_without_an_index_are_all_there_or_an_error() {
+    let folder = folder("shards");
+    let shard = |number: usize, of: usize, front: &str| {
+        let name = format!("{front}-{number:05}-of-{of:05}.safetensors");
+        let tensor = format!("{front}.{number}.weight");
+        raw_file(&folder.join(name), &[], &[(&tensor, Dtype::U8, vec![1], vec![0])]);
+    };
+    shard(1, 1, "whole");
+    shard(2, 3, "model");
+    shard(3, 3, "model");
+    let error = Checkpoint::open(&folder).expect_err("one of three is missing");
+    let CheckpointError::Shards { found: 2, expected: 3, .. } = error else { panic!("{error}") };
+    let alone = Container::open(folder.join("model-00002-of-00003.safetensors")).expect("a file");
+    assert_eq!(alone.shard(), Some([2, 3]));
+    shard(1, 3, "model");
+    let whole = Container::open(&folder).expect("all shards");
+    assert_eq!((whole.len(), whole.shard()), (4, None));
 }
 
 /// DeepSeek's layers in a folder of ModelOpt; and FP8 whose scales no dialect has.

@@ -24,7 +24,9 @@ use report::{Relation, Report, Row};
 ///
 /// The error of a weight is |B - A| / |A|, with Euclidean norms. A mean error is the mean of the
 /// errors of the weights, as `fp4 quantize` prints it: each weight counts once, whatever its size.
-/// Quantized weights are counted apart from the others, which `fp4 quantize` keeps.
+/// Quantized weights are counted apart from the others, which `fp4 quantize` keeps. Two FP4 weights
+/// are compared by their codes and scales: the order in which their dialects multiply these in f32
+/// is no difference.
 #[derive(clap::Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct Arguments {
@@ -206,6 +208,12 @@ fn is_changed(pair: &[Weight<'_>; 2]) -> bool {
 
 /// How far the two forms of a weight are apart; otherwise, why that cannot be said.
 fn difference(pair: &[Weight<'_>; 2]) -> Result<Sums, String> {
+    if let [Value::Fp4(a), Value::Fp4(b)] = pair.each_ref().map(|weight| &weight.value)
+        && (&a.shape, a.transposed) == (&b.shape, b.transposed)
+    {
+        // The order in which a dialect multiplies in f32 is no difference of its numbers.
+        return Ok(sums_of(a.exact_values(), b.exact_values())?);
+    }
     let (Ok(a), Ok(b)) = (pair[0].values(), pair[1].values()) else {
         // Integers, float64 and records of ggml are the same or not.
         let [a, b] = pair.each_ref().map(|weight| match &weight.value {
@@ -222,13 +230,17 @@ fn difference(pair: &[Weight<'_>; 2]) -> Result<Sums, String> {
     if a.0 != b.0 {
         return Err(format!("shapes {:?} and {:?}", a.0, b.0));
     }
-    Ok(sums_of(&a.1, &b.1)?)
+    let [a, b] = [&a.1, &b.1].map(|values| values.iter().map(|&value| f64::from(value)));
+    Ok(sums_of(a, b)?)
 }
 
 /// The sums over values that can be subtracted; otherwise, why some cannot.
-fn sums_of(a: &[f32], b: &[f32]) -> Result<Sums, &'static str> {
+fn sums_of(
+    a: impl Iterator<Item = f64>,
+    b: impl Iterator<Item = f64>,
+) -> Result<Sums, &'static str> {
     let mut sums = Sums::default();
-    for (&a, &b) in a.iter().zip(b) {
+    for (a, b) in a.zip(b) {
         if a.is_nan() || b.is_nan() {
             return Err("a value is NaN");
         }
@@ -239,9 +251,9 @@ fn sums_of(a: &[f32], b: &[f32]) -> Result<Sums, &'static str> {
             }
             continue;
         }
-        let difference = f64::from(b) - f64::from(a);
+        let difference = b - a;
         sums.squares[0] += difference * difference;
-        sums.squares[1] += f64::from(a) * f64::from(a);
+        sums.squares[1] += a * a;
         sums.largest = sums.largest.max(difference.abs());
     }
     Ok(sums)
@@ -274,8 +286,10 @@ fn folded(report: &Report, all: bool) -> Vec<(Folded, Vec<&Row>)> {
     folded
 }
 
-/// The cells of a row.
-fn line((folded, members): &(Folded, Vec<&Row>)) -> Vec<String> {
+/// The cells of a row. Without a tolerance none is marked: all rows are of weights that differ.
+fn line((folded, members): &(Folded, Vec<&Row>), tolerance: f64) -> Vec<String> {
+    let differs = |row: &&&Row| row.relation == Relation::Different && tolerance > 0.0;
+    let beyond = members.iter().filter(differs).count();
     let first = members[0];
     let mut line = vec![
         folded.name.clone(),
@@ -285,14 +299,20 @@ fn line((folded, members): &(Folded, Vec<&Row>)) -> Vec<String> {
     ];
     match &first.problem {
         Some(problem) => {
-            line.extend([String::new(), String::new(), String::new(), problem.clone()])
+            line.extend([const { String::new() }; 4]);
+            line.push(problem.clone());
         }
         None => {
             let errors = members.iter().map(|row| row.error_percent);
             let most = Percent(errors.clone().fold(0.0, f64::max));
             let mean = Percent(mean(errors).unwrap_or(0.0));
             let difference = members.iter().map(|row| row.largest_difference).fold(0.0, f64::max);
-            line.extend([mean.to_string(), most.to_string(), format!("{difference:.1e}")]);
+            let beyond = match (beyond, members.len()) {
+                (0, _) => String::new(),
+                (1, 1) => "yes".to_owned(),
+                (count, of) => format!("{count} of {of}"),
+            };
+            line.extend([mean.to_string(), most.to_string(), format!("{difference:.1e}"), beyond]);
         }
     }
     line
@@ -301,6 +321,8 @@ fn line((folded, members): &(Folded, Vec<&Row>)) -> Vec<String> {
 fn summary(report: &Report, all: bool, width: Option<u16>) -> String {
     let rows = folded(report, all);
     let shown = if all { rows.len() } else { rows.len().min(SHOWN) };
+    let tolerance = report.tolerance_percent;
+    let beyond = format!("beyond\n{tolerance} %");
     let mut columns = vec![
         ("weight", Column::Name),
         ("shape", Column::Name),
@@ -309,6 +331,7 @@ fn summary(report: &Report, all: bool, width: Option<u16>) -> String {
         ("mean\nerror", Column::Figure),
         ("largest\nerror", Column::Figure),
         ("largest\ndifference", Column::Figure),
+        (beyond.as_str(), Column::Figure),
     ];
     if rows.iter().any(|(_, members)| members[0].problem.is_some()) {
         columns.push(("problem", Column::Text));
@@ -316,7 +339,7 @@ fn summary(report: &Report, all: bool, width: Option<u16>) -> String {
     let optional = ["largest\ndifference", "shape", "A"];
     let mut text = String::new();
     if !rows.is_empty() {
-        let lines = rows[..shown].iter().map(line).collect();
+        let lines = rows[..shown].iter().map(|row| line(row, tolerance)).collect();
         text.push_str(&format!("{}\n\n", table(&columns, &optional, lines, width)));
     }
     if rows.len() > shown {

@@ -42,7 +42,7 @@ pub(super) fn jobs(
             continue;
         }
         let bytes: u64 = weights.iter().map(|&at| model.weights[at].bytes() as u64).sum();
-        let whole = model.weights[at].is_quantized();
+        let whole = !planned.copies(at);
         // Each tensor is put into the order of the file by itself.
         let largest = weights.iter().map(|&at| after[at]).max().unwrap_or(0);
         let made = weights.iter().map(|&at| after[at]).sum::<u64>() + largest;

@@ -29,18 +29,20 @@ mod pipeline;
 mod plan;
 mod statistics;
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::UNIX_EPOCH;
 
 use burn_fp4_checkpoints::selection::{Matrices, Selection};
 use burn_fp4_checkpoints::{
-    Checkpoint, CheckpointError, Model, Output, Reader, Start, Value, Weight, WriteOptions, dialect,
+    Checkpoint, CheckpointError, Dtype, Model, Output, Planned, Reader, Start, Value, Weight,
+    WriteOptions, missing_layers,
 };
 use burn_fp4_search::{Fp4Scheme, Method};
 
 use crate::accuracy::{Errors, SquaresAt};
-use crate::checkpoint::{GGUF, Input, model, not_copied, packable, target};
+use crate::checkpoint::{Input, model, not_copied, target};
 use crate::convert::unconfirmed;
 use crate::error::CliError;
 use crate::finite::Copied;
@@ -51,6 +53,7 @@ use crate::progress;
 use crate::readers;
 use crate::size::Size;
 use crate::table::{width, wrapped};
+use crate::unheld::{holders, pattern};
 use ahead::{Ahead, Ends};
 use budget::Budget;
 use device::Device;
@@ -110,6 +113,10 @@ pub(crate) struct Arguments {
     /// With --dry-run: a line for every tensor.
     #[arg(long, requires = "dry_run")]
     all: bool,
+    /// Cast the matrices that stay in f32 or f64, such as embeddings, to bf16 or f16. The default
+    /// leaves them as they are. A value beyond the range of f16 is an error.
+    #[arg(long, value_name = "DTYPE", value_parser = narrow)]
+    cast_kept: Option<Dtype>,
     /// Go on where an interrupted run of the same command stopped.
     #[arg(long)]
     resume: bool,
@@ -135,15 +142,31 @@ const OWN_MEMORY: u64 = 64 << 20;
 /// Memory that the default allows beyond the largest group twice.
 const ROOM: u64 = 256_000_000;
 
+fn narrow(name: &str) -> Result<Dtype, String> {
+    match name {
+        "bf16" => Ok(Dtype::BF16),
+        "f16" => Ok(Dtype::F16),
+        _ => Err("expected bf16 or f16".to_owned()),
+    }
+}
+
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let checkpoint = arguments.input.open()?;
     let model = model(&checkpoint)?;
     let path = arguments.recipe.as_deref();
     let recipe = arguments.options.with_recipe(path)?;
-    let resolved = ResolvedOptions::of(recipe, path, &model, arguments.out.as_deref())?;
+    let mut resolved = ResolvedOptions::of(recipe, path, &model, arguments.out.as_deref())?;
+    resolved.cast_kept = arguments.cast_kept;
     let dialect = resolved.dialect();
-    let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose()?;
+    let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose();
+    let (out, finished) = match out {
+        // A run that is resumed may have ended.
+        Err(CliError::Checkpoint(CheckpointError::Exists { path })) if arguments.resume => {
+            (None, Some(path))
+        }
+        out => (out?, None),
+    };
     let selection = Selection::of(&model, &resolved.policy);
     let mut selection = selection.map_err(|error| arguments.options.named(error))?;
     let refused = match refusal(&mut selection, &model) {
@@ -156,10 +179,19 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         resolved.policy.recipe().calibration.as_deref().map(StatisticsFile::open).transpose()?;
     check_statistics(&model, &selection, &schemes, statistics.as_ref())?;
     let (outline, reader) = (selection.outline(&model), Reader::new(checkpoint.container()));
-    let planned = outline.plan_reading(dialect, &WriteOptions::default(), &reader)?;
+    let options = WriteOptions { cast_floats: arguments.cast_kept, ..WriteOptions::default() };
+    let planned = outline.plan_reading(dialect, &options, &reader)?;
     let (settings, device) = (resolved.settings(), arguments.device);
     let base = resolved.policy.base();
     let report = Report::new(settings, base, device, &model, &outline, &selection, &planned);
+    if let Some(path) = finished {
+        if !planned.is_at(&path) {
+            return Err(CheckpointError::Exists { path }.into());
+        }
+        note(format!("{}: finished by an earlier run; nothing is left to do", path.display()));
+        let quantized = selection.groups.iter().map(Vec::len).sum();
+        return finish(arguments.json, &path, &report, Errors::new(&model, quantized, Vec::new()));
+    }
     let statistics = statistics.as_ref();
     let jobs = jobs(&model, &selection, &planned, statistics);
     let memory = memory(arguments.memory, &model, &jobs)?;
@@ -174,9 +206,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let engine = Engine::open(device)?;
         let quantizer = Quantizer { engine: &engine, statistics };
         quantizer.check(&model, &jobs)?;
-        let not_copied = not_copied(&checkpoint).filter(|_| dialect != GGUF);
-        let notes = resolved.notes(&model, &selection, &schemes, statistics)?;
-        notes.into_iter().chain(not_copied).for_each(note);
+        let notes = resolved.notes(&model, &selection, &schemes, statistics)?.into_iter();
+        let notes = notes.chain(not_copied(&checkpoint, dialect));
+        let notes = notes.chain(wide_note(&outline, &planned));
+        notes.for_each(note);
+        missing_layers(&model).iter().for_each(warn);
         print_warnings(&report, arguments.dry_run);
         let out = match &out {
             Some(out) if !arguments.dry_run => out,
@@ -189,6 +223,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let output = planned.create(out, &task(&checkpoint, &resolved)?, start)?;
         if arguments.resume && !(0..model.weights.len()).any(|at| output.is_done(at)) {
             note("no earlier run has left weights to go on from; all are quantized");
+        } else if output.restarts() {
+            note("an earlier run left no weight on the disk; this one starts over");
         }
         let todo = |job: &&Job| !job.weights.iter().all(|&at| output.is_done(at));
         let todo: Vec<&Job> = jobs.iter().filter(todo).collect();
@@ -198,7 +234,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let (all, left) = (bytes(jobs.iter()), bytes(todo.iter().copied()));
         let bar = progress::bytes(all, all - left);
         let announced = Announced::new(&bar, RESUME);
-        let copied = Copied::default();
+        let copied = Copied::noted(&output);
         let work = Work {
             reader,
             model: &model,
@@ -243,6 +279,27 @@ fn print_warnings(report: &Report, dry_run: bool) {
     }
 }
 
+/// The note on a result that is mostly matrices of wide floats.
+fn wide_note(outline: &Model<'_>, planned: &Planned<'_>) -> Option<String> {
+    let is_wide = |at: &usize| match &outline.weights[*at].value {
+        Value::Plain(tensor) => {
+            tensor.shape.len() >= 2
+                && tensor.is(&[Dtype::F32, Dtype::F64])
+                && planned.decoded_to(*at).is_none()
+        }
+        Value::Fp8(_) | Value::Fp4(_) => false,
+    };
+    let bytes = planned.bytes();
+    let wide: u64 = (0..bytes.len()).filter(is_wide).map(|at| bytes[at]).sum();
+    let share = 100.0 * wide as f64 / planned.length().max(1) as f64;
+    (share > 50.0).then(|| {
+        format!(
+            "{share:.0} % of the result are matrices that stay in f32 or f64; pass --cast-kept \
+             bf16 to make them smaller"
+        )
+    })
+}
+
 /// Keeps the weights that the dialect cannot hold. Returns the error of the first of them, or that
 /// nothing is quantized.
 fn refusal(selection: &mut Selection, model: &Model<'_>) -> Option<CliError> {
@@ -257,21 +314,7 @@ fn unheld(error: CheckpointError, wanted: &Model<'_>) -> CliError {
     let CheckpointError::CannotHold { weight, .. } = &error else { return error.into() };
     let weight = weight.as_str();
     let found = wanted.weights.iter().find(|found| found.name == weight);
-    let holds = |name: &&str| {
-        let writer = dialect::writer(name);
-        writer.is_ok_and(|(_, by)| found.is_some_and(|found| by.tensors(found).is_ok()))
-    };
-    let others: Vec<_> = packable().into_iter().filter(holds).collect();
-    let other = match &others[..] {
-        [] => "another --dialect".to_owned(),
-        others => format!("--dialect {}", others.join(" or ")),
-    };
-    let module = weight.strip_suffix(".weight").unwrap_or(weight);
-    let word = |word: &str| match word.bytes().all(|byte| byte.is_ascii_digit()) {
-        true => "*".to_owned(),
-        false => word.to_owned(),
-    };
-    let keep = module.split('.').map(word).collect::<Vec<_>>().join(".");
+    let (other, keep) = (holders(found), pattern(weight));
     let wide = found.is_some_and(|found| match &found.value {
         Value::Fp4(fp4) => fp4.block_size != fp4.format.row().block_size,
         Value::Plain(_) | Value::Fp8(_) => false,
@@ -406,14 +449,26 @@ fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, C
     let mut task = format!("{}; from {}", options.join("; "), checkpoint.dialect());
     let container = checkpoint.container();
     let files = container.files().map(|(path, _)| path.to_owned());
-    for path in files.chain(container.configs()).chain(resolved.policy.recipe().calibration.clone())
-    {
+    let configs: Vec<_> = container.configs().collect();
+    let calibration = resolved.policy.recipe().calibration.clone();
+    for path in files.chain(configs.clone()).chain(calibration) {
         let file = |source| CliError::File { path: path.clone(), source };
         let metadata = std::fs::metadata(&path).map_err(file)?;
-        let modified = metadata.modified().map_err(file)?;
-        let modified = time(modified.duration_since(UNIX_EPOCH).unwrap_or_default());
+        let state = match configs.contains(&path) {
+            // Small enough to be compared by its text: only that decides.
+            true => {
+                let mut hasher = DefaultHasher::new();
+                std::fs::read(&path).map_err(file)?.hash(&mut hasher);
+                format!("with hash {:016x}", hasher.finish())
+            }
+            false => {
+                let modified = metadata.modified().map_err(file)?;
+                let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
+                format!("modified at {}", time(modified))
+            }
+        };
         let (path, length) = (path.display(), metadata.len());
-        task.push_str(&format!("; {path} of {length} bytes, modified at {modified}"));
+        task.push_str(&format!("; {path} of {length} bytes, {state}"));
     }
     Ok(task)
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use burn_fp4_checkpoints::selection::{
     DEFAULT, Decision, Matrices, Policy, Preset, Selection, dialect_of,
 };
-use burn_fp4_checkpoints::{CheckpointError, Model, dialect};
+use burn_fp4_checkpoints::{CheckpointError, Dtype, Model, dialect};
 use burn_fp4_policy::{PolicyError, Recipe, RecipeError, RecipeWeights};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
@@ -14,7 +14,6 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use serde::Serialize;
 
 use crate::checkpoint::{GGUF, is_gguf, packable};
-use crate::convert::UNKNOWN_NAMES;
 use crate::counted::counted;
 use crate::error::CliError;
 use crate::listed::{listed, methods, one_of};
@@ -161,6 +160,8 @@ impl Options {
 pub(super) struct ResolvedOptions {
     /// The policy, with the dialect in its recipe.
     pub(super) policy: Policy,
+    /// The dtype of wide matrices that stay.
+    pub(super) cast_kept: Option<Dtype>,
 }
 
 impl ResolvedOptions {
@@ -216,7 +217,7 @@ impl ResolvedOptions {
             let what = format!("the dialect `{dialect}` has no FP4; choose one of {names}");
             return Err(CliError::Choice(what));
         }
-        Ok(Self { policy: Policy::new(recipe).map_err(wrong)? })
+        Ok(Self { policy: Policy::new(recipe).map_err(wrong)?, cast_kept: None })
     }
 
     /// The dialect to write.
@@ -246,6 +247,7 @@ impl ResolvedOptions {
             together: recipe.together,
             calibration: recipe.calibration,
             weights: recipe.weights,
+            cast_kept: self.cast_kept.map(|dtype| dtype.to_string()),
         }
     }
 
@@ -282,9 +284,10 @@ impl ResolvedOptions {
             let use_of = if measures { "only measures errors of outputs" } else { "is not used" };
             notes.push(format!("{needed}: {} {use_of}", file.path().display()));
         }
-        if self.dialect() == GGUF && model.gguf.is_none() {
-            notes.push(UNKNOWN_NAMES.to_owned());
+        if self.dialect() == GGUF {
+            notes.extend(readers::gguf_note(model));
         }
+        notes.extend(readers::cache_note(self.dialect(), model));
         let formats = schemes.iter().map(|how| (how.format(), how.block_size));
         notes.extend(readers::notes(self.dialect(), formats)?);
         let turned = |&at: &usize| Matrices::of(model, &model.weights[at]).transposed;
@@ -292,7 +295,7 @@ impl ResolvedOptions {
         if turned && model.gguf.is_none() {
             notes.push(readers::turned_note(self.dialect())?);
         } else if model.gguf.is_some() && self.dialect() != GGUF {
-            notes.push(readers::GGUF_NAMES.to_owned());
+            notes.push(readers::from_gguf_note(model));
         } else {
             notes.extend(readers::dtype_note(self.dialect(), model));
         }
@@ -319,6 +322,9 @@ pub(super) struct Settings {
     calibration: Option<PathBuf>,
     /// Other choices for some weights, as the recipe has them.
     weights: Vec<RecipeWeights>,
+    /// None: matrices that stay keep their dtype.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cast_kept: Option<String>,
 }
 
 impl fmt::Display for Settings {

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use burn_fp4_checkpoints::{Model, Output, Piece, Planned, Reader, Weight};
+use burn_fp4_checkpoints::{Model, Output, Piece, Planned, Reader, Value, Weight};
 use burn_fp4_search::Fp4Scheme;
 use indicatif::ProgressBar;
 
@@ -49,7 +49,7 @@ struct Loaded<'w> {
 enum Made<'w, 'c> {
     /// A job that is quantized.
     Quantized { job: &'w Job, weights: Vec<Quantized>, taken: Taken<'w> },
-    /// A weight that stays quantized as it was.
+    /// A weight that stays quantized as it was, or is cast.
     Kept { job: &'w Job, weight: Box<Weight<'c>>, taken: Taken<'w> },
     /// A part of one that is copied.
     Piece { piece: Piece<'w>, bytes: Vec<u8>, taken: Taken<'w> },
@@ -125,7 +125,7 @@ fn read_ahead<'w, 'c>(
 }
 
 /// Reads a job that is not quantized, of which no more than a piece has to be in memory unless it
-/// was quantized before; whether all of it was taken.
+/// was quantized before or is cast. Returns true if all of it was taken.
 fn read_kept<'w, 'c>(
     work: &'w Work<'w, 'c>,
     job: &'w Job,
@@ -133,9 +133,12 @@ fn read_kept<'w, 'c>(
 ) -> Result<bool, CliError> {
     for &at in &job.weights {
         let weight = &work.model.weights[at];
-        if weight.is_quantized() {
+        if !work.planned.copies(at) {
             let taken = work.budget.take(job.memory);
             let weight = Box::new(work.reader.weight(weight)?);
+            if let Value::Plain(tensor) = &weight.value {
+                work.copied.look(work.model, at, &tensor.bytes);
+            }
             if to_write.send(Made::Kept { job, weight, taken }).is_err() {
                 return Ok(false);
             }
@@ -210,13 +213,15 @@ fn write(
             }
             Made::Kept { job, weight, taken } => {
                 begin(job.weights[0]);
-                output.write(job.weights[0], &weight)?;
+                let at = job.weights[0];
+                output.write_noting(at, &weight, &work.copied.note(at))?;
                 drop((weight, taken));
                 work.bar.inc(job.bytes);
             }
             Made::Piece { piece, bytes, taken } => {
                 begin(piece.weight());
-                output.put(&piece, &bytes)?;
+                let note = work.copied.note(piece.weight());
+                output.put_noting(&piece, &bytes, &note)?;
                 work.bar.inc(bytes.len() as u64);
                 drop((bytes, taken));
             }

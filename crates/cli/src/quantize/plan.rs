@@ -101,7 +101,7 @@ impl Report {
                 name: weight.name.clone(),
                 shape: weight.shape().to_vec(),
                 from: weight.kind(),
-                to: target.kind(),
+                to: planned.decoded_to(at).map_or_else(|| target.kind(), |to| to.to_string()),
                 method: scheme.map(|scheme| scheme.method),
                 rule: scheme.map(|scheme| scheme.rule),
                 note,

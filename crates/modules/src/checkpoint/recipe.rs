@@ -3,7 +3,7 @@
 //! Names and shapes of parameters in files decide about both, by the same selection as in the
 //! command.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::iter;
 use std::path::Path;
 

@@ -66,6 +66,8 @@ const PARTS: usize = 4;
 struct Row {
     model: &'static str,
     weights: &'static str,
+    /// Format of the output layer.
+    head: &'static str,
     prompt_tokens_per_second: f64,
     generated_tokens_per_second: f64,
     products_percent: f64,
@@ -262,6 +264,7 @@ fn row(
     Row {
         model: shape.name,
         weights,
+        head: if decoder.int8_head.is_some() { "int8" } else { "f32" },
         prompt_tokens_per_second: PROMPT as f64 / prompt,
         generated_tokens_per_second: GENERATED as f64 / seconds,
         products_percent: percent(Part::Products),
@@ -281,6 +284,7 @@ fn print(rows: &[Row], json: bool) {
     table.load_style(presets::ASCII_MARKDOWN).set_header([
         "model",
         "weights",
+        "head",
         "prompt",
         "generated",
         "products %",
@@ -299,10 +303,10 @@ fn print(rows: &[Row], json: bool) {
             row.head_percent,
             row.rest_percent,
         ];
-        let names = [row.model.to_owned(), row.weights.to_owned()];
+        let names = [row.model, row.weights, row.head].map(str::to_owned);
         table.add_row(names.into_iter().chain(figures.map(|figure| format!("{figure:.1}"))));
     }
-    for column in 2..9 {
+    for column in 3..10 {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
         }

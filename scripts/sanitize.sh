@@ -10,10 +10,12 @@ export CARGO_PROFILE_DEV_DEBUG=line-tables-only
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/sanitize"
 test() { cargo +nightly test --locked --target "$target" "$@"; }
 
-test --lib --tests -p burn-fp4-formats -p burn-fp4-search -p burn-fp4-checkpoints
+crates=(-p burn-fp4-formats -p burn-fp4-search -p burn-fp4-checkpoints)
+test --lib --tests "${crates[@]}"
 for simd in generic avx2 avx512; do
     if [[ $simd == generic ]] || grep -qw "${simd/avx512/avx512f}" /proc/cpuinfo; then
         echo "== BURN_FP4_SIMD=$simd"
+        BURN_FP4_SIMD=$simd test --lib "${crates[@]}" -- host::
         BURN_FP4_SIMD=$simd test -p tests --test engines --test golden --test search
     fi
 done

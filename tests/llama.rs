@@ -8,7 +8,8 @@ use burn::nn::Linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fp4::checkpoints::Value;
 use burn_fp4::{
-    CheckpointMap, Fp4Config, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome, ParameterReport,
+    Activations, CheckpointMap, Fp4Config, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome,
+    ParameterReport,
 };
 use llama::{
     CalibrationWindows, Folder, Llama, LlamaConfig, Projection, QuantizeOptions, Sampling, Tokens,
@@ -121,9 +122,47 @@ fn an_int8_head_keeps_greedy_tokens_and_nearly_the_perplexity() {
     let found = nats(&model);
     assert!(found != dense && (found - dense).abs() < 1e-3, "{found} for {dense}");
     assert_eq!(greedy(&folder, &model)[..50], ids("genesis.greedy")[..50]);
+    assert!(!model.round_head_to_int8().expect("nothing to do"), "it is rounded already");
     let mut quantized = load::<Fp4Linear>(&folder);
     quantized.quantize_tied_embedding(Fp4Format::NvFp4).expect("blocks of 16");
     assert!(!quantized.round_head_to_int8().expect("nothing to do"), "an FP4 head stays one");
+}
+
+#[test]
+fn an_lm_head_of_its_own_is_freed_when_it_is_rounded() {
+    let (folder, device) = (folder("qwen3"), Device::flex());
+    let mut model = load::<Fp4Linear>(&folder);
+    assert!(model.has_lm_head(), "the test needs one");
+    let tokens = Tensor::<2, Int>::from_data(golden("qwen3.tokens"), &device);
+    let dense = floats(model.forward(tokens.clone()));
+    let parameters = model.num_params();
+    assert!(model.round_head_to_int8().expect("blocks of 32"));
+    assert!(!model.has_lm_head() && model.num_params() < parameters);
+    let rounded = floats(model.forward(tokens));
+    let most = distance(&rounded, &dense);
+    let largest = distance(&dense, &vec![0.0; dense.len()]);
+    assert!(most > 0.0 && most < 0.02 * largest, "{most} of {largest}");
+    assert!(!model.quantize_tied_embedding(Fp4Format::NvFp4).expect("nothing to do"));
+}
+
+#[test]
+fn int8_activations_keep_nearly_the_perplexity_of_fp4() {
+    let (folder, device) = (folder("genesis"), Device::flex());
+    let tokenizer = folder.tokenizer().expect("a tokenizer");
+    let tokens = Tokens::new(&tokenizer, &BOOK[BOOK.len() - 4000..], 1.0).expect("tokens");
+    let windows = Windows { window: 256, stride: 128, batch: 8 };
+    for format in Fp4Format::ALL {
+        let mut model = load::<Fp4Linear>(&folder);
+        let config = llama::fp4_config(&model, format, Method::SSE);
+        model.quantize_fp4(&config).expect("quantized");
+        let nats = |model: &Llama<Fp4Linear>| {
+            perplexity(model, tokens.held_out(), windows, &device).expect("a number").nats
+        };
+        let in_f32 = nats(&model);
+        model.set_activations(Activations::Int8);
+        let in_int8 = nats(&model);
+        assert!(in_f32 != in_int8 && (in_f32 - in_int8).abs() < 5e-3, "{in_f32}, {in_int8}");
+    }
 }
 
 #[test]

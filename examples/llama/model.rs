@@ -6,8 +6,8 @@ use burn::nn::{EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsN
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::ops::{self, Int8Matrix, KvCache, Positions, RotaryEmbedding};
 use burn_fp4::{
-    Fp4Config, Fp4Embedding, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme, Method, PackedWeight,
-    ScaleRule,
+    Activations, Fp4Config, Fp4Embedding, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme, Method,
+    PackedWeight, ScaleRule,
 };
 
 use super::config::LlamaConfig;
@@ -21,6 +21,10 @@ pub trait Projection: Module + ModuleDisplay + From<Linear> + Sync + 'static {
 
     /// Returns the weight `[in_features, out_features]`.
     fn weight(&self) -> &Param<Tensor<2>>;
+
+    /// Sets how products with a packed weight read their input on a host. Burn's `Linear`, which
+    /// dequantizes the weight, has no such choice.
+    fn set_activations(&mut self, activations: Activations);
 }
 
 impl Projection for Linear {
@@ -31,6 +35,8 @@ impl Projection for Linear {
     fn weight(&self) -> &Param<Tensor<2>> {
         &self.weight
     }
+
+    fn set_activations(&mut self, _activations: Activations) {}
 }
 
 impl Projection for Fp4Linear {
@@ -41,6 +47,10 @@ impl Projection for Fp4Linear {
     fn weight(&self) -> &Param<Tensor<2>> {
         &self.weight
     }
+
+    fn set_activations(&mut self, activations: Activations) {
+        self.activations = activations;
+    }
 }
 
 /// A Llama model with its `lm_head`.
@@ -49,7 +59,7 @@ pub struct Llama<L: Module> {
     embed_tokens: Fp4Embedding,
     layers: Vec<DecoderLayer<L>>,
     norm: RmsNorm,
-    /// None if the embedding is tied: it is the `lm_head` too.
+    /// None if the embedding is tied: it is the `lm_head` too. Also None if it was rounded.
     lm_head: Option<L>,
     /// Multiplies in place of the `lm_head`, tied or not.
     int8_head: Option<Int8Matrix>,
@@ -124,7 +134,7 @@ impl<L: Projection> Llama<L> {
         let positions = self.rotary_emb.at(positions, count, self.dtype());
         let mut hidden = self.embed_tokens.forward(tokens);
         for layer in &self.layers {
-            (hidden, _) = layer.forward(hidden, None, &positions);
+            (hidden, _) = layer.forward(hidden, None, &positions, false);
         }
         self.logits(normalize(&self.norm, hidden))
     }
@@ -140,12 +150,13 @@ impl<L: Projection> Llama<L> {
     ) -> (KvCaches, Tensor<2>) {
         let [_, count] = tokens.dims();
         let capacity = kv_cache.first().map_or(count, |cache| cache.keys.dims()[2]);
+        let on_host = ops::is_host(&tokens.device());
         let positions = self.rotary_emb.at(positions, capacity, self.dtype());
         let mut hidden = self.embed_tokens.forward(tokens);
         let mut updated = KvCaches::with_capacity(kv_cache.len());
         for (layer, cache) in self.layers.iter().zip(kv_cache) {
             let cache_after;
-            (hidden, cache_after) = layer.forward(hidden, Some(cache), &positions);
+            (hidden, cache_after) = layer.forward(hidden, Some(cache), &positions, on_host);
             updated.push(cache_after);
         }
         let last = normalize(&self.norm, hidden.narrow(1, count - 1, 1));
@@ -175,8 +186,19 @@ impl<L: Projection> Llama<L> {
         }
     }
 
-    /// Rounds a dense `lm_head`, tied or not, to 8 bits for its products. A tied embedding keeps
-    /// its values for lookups. Returns false if the `lm_head` is quantized already.
+    /// Sets how products with packed weights read their input on a host.
+    pub fn set_activations(&mut self, activations: Activations) {
+        let layers = self.layers.iter_mut().flat_map(|layer| {
+            let (attention, mlp) = (&mut layer.self_attn, &mut layer.mlp);
+            let Attention { q_proj, k_proj, v_proj, o_proj, .. } = attention;
+            let Mlp { gate_proj, up_proj, down_proj } = mlp;
+            [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
+        });
+        layers.chain(&mut self.lm_head).for_each(|layer| layer.set_activations(activations));
+    }
+
+    /// Rounds a dense `lm_head` to 8 bits. A tied embedding keeps its values for lookups, any other
+    /// `lm_head` is freed. Returns false if the `lm_head` is quantized already.
     ///
     /// # Errors
     /// `hidden_size` is not a multiple of 32, or the weight cannot be read.
@@ -185,11 +207,12 @@ impl<L: Projection> Llama<L> {
             Some(lm_head) => lm_head.weight(),
             None => &self.embed_tokens.weight,
         };
-        if weight.reparameterization::<PackedWeight>().is_some() {
+        if self.int8_head.is_some() || weight.reparameterization::<PackedWeight>().is_some() {
             return Ok(false);
         }
         let rows = if self.has_lm_head() { weight.val().transpose() } else { weight.val() };
         self.int8_head = Some(Int8Matrix::quantize(rows)?);
+        self.lm_head = None;
         Ok(true)
     }
 
@@ -199,7 +222,7 @@ impl<L: Projection> Llama<L> {
     /// # Errors
     /// The blocks of the format do not divide the vectors, or a value is not finite.
     pub fn quantize_tied_embedding(&mut self, format: Fp4Format) -> Result<bool> {
-        if self.has_lm_head() {
+        if self.has_lm_head() || self.int8_head.is_some() {
             return Ok(false);
         }
         let scheme = Fp4Scheme::of(ScaleRule::of_format(format));
@@ -207,7 +230,7 @@ impl<L: Projection> Llama<L> {
         Ok(true)
     }
 
-    /// Returns true if the `lm_head` has weights of its own.
+    /// Returns true if the `lm_head` is a layer of its own.
     pub fn has_lm_head(&self) -> bool {
         self.lm_head.is_some()
     }
@@ -226,6 +249,20 @@ fn linear<L: Projection>(
     L::from(config.with_initializer(INITIALIZER).init(device))
 }
 
+/// Runs one after the other, on a host at once: threads then wait for each other once, not for
+/// each product.
+fn both<A: Send, B: Send>(
+    on_host: bool,
+    first: impl FnOnce() -> A + Send,
+    second: impl FnOnce() -> B + Send,
+) -> (A, B) {
+    if on_host {
+        return rayon::join(first, second);
+    }
+    let first = first();
+    (first, second())
+}
+
 /// Applies a norm; on a CPU as one operation.
 fn normalize<const D: usize>(norm: &RmsNorm, hidden: Tensor<D>) -> Tensor<D> {
     ops::rms_norm(hidden, norm.gamma.val(), norm.epsilon)
@@ -237,12 +274,13 @@ impl<L: Projection> DecoderLayer<L> {
         hidden: Tensor<3>,
         cache: Option<KvCache>,
         positions: &Positions,
+        on_host: bool,
     ) -> (Tensor<3>, KvCache) {
         let input = normalize(&self.input_layernorm, hidden.clone());
-        let (attended, cache) = self.self_attn.forward(input, cache, positions);
+        let (attended, cache) = self.self_attn.forward(input, cache, positions, on_host);
         let norm = &self.post_attention_layernorm;
         let [hidden, input] = ops::add_rms_norm(hidden, attended, norm.gamma.val(), norm.epsilon);
-        (hidden + self.mlp.forward(input), cache)
+        (hidden + self.mlp.forward(input, on_host), cache)
     }
 }
 
@@ -273,6 +311,7 @@ impl<L: Projection> Attention<L> {
         input: Tensor<3>,
         cache: Option<KvCache>,
         positions: &Positions,
+        on_host: bool,
     ) -> (Tensor<3>, KvCache) {
         let [batch, count, _] = input.dims();
         let split = |values: Tensor<3>, heads: usize, norm: &Option<RmsNorm>| {
@@ -283,9 +322,19 @@ impl<L: Projection> Attention<L> {
             }
         };
         let (num_heads, num_kv_heads) = (self.num_heads, self.num_key_value_heads);
-        let queries = split(self.q_proj.project(input.clone()), num_heads, &self.q_norm);
-        let keys = split(self.k_proj.project(input.clone()), num_kv_heads, &self.k_norm);
-        let values = split(self.v_proj.project(input), num_kv_heads, &None);
+        let of_keys = input.clone();
+        let of_values = input.clone();
+        let (queries, (keys, values)) = both(
+            on_host,
+            || self.q_proj.project(input),
+            || {
+                let keys = || self.k_proj.project(of_keys);
+                both(on_host, keys, || self.v_proj.project(of_values))
+            },
+        );
+        let queries = split(queries, num_heads, &self.q_norm);
+        let keys = split(keys, num_kv_heads, &self.k_norm);
+        let values = split(values, num_kv_heads, &None);
         let (output, cache) = ops::attention(queries, keys, values, cache, positions);
         (self.o_proj.project(output), cache)
     }
@@ -302,10 +351,11 @@ impl<L: Projection> Mlp<L> {
         }
     }
 
-    fn forward(&self, input: Tensor<3>) -> Tensor<3> {
+    fn forward(&self, input: Tensor<3>, on_host: bool) -> Tensor<3> {
         // The gate comes last: on a GPU the SwiGLU then follows it directly and is one kernel.
-        let up = self.up_proj.project(input.clone());
-        let gate = self.gate_proj.project(input);
+        let of_up = input.clone();
+        let up = || self.up_proj.project(of_up);
+        let (up, gate) = both(on_host, up, || self.gate_proj.project(input));
         self.down_proj.project(ops::swiglu(gate, up))
     }
 }

@@ -1,27 +1,39 @@
 //! Operations of a decoder: on `flex` each is one operation, elsewhere they are tensor operations.
 
+// Burn 0.22 deprecates `NdArray`.
+#![allow(deprecated)]
+
 use burn::backend::{BackendTensor, DispatchTensorKind};
 use burn::tensor::{DType, Device, Int, Tensor};
+use burn_fp4::Replay;
 use burn_fp4_ops::{
     Int8Matrix, KvCache, RotaryEmbedding, add_rms_norm, attention, dense_matmul, rms_norm, swiglu,
 };
 use tests::tensors::{floats, random};
 
-/// Computes the same with the operations of `flex`, and with tensor operations, which an autodiff
-/// device has instead.
-fn assert_same_on_an_autodiff_device(compute: impl Fn(&Device) -> Vec<f32>) {
+/// Computes the same with the operations of `flex`, and with tensor operations, which other devices
+/// have instead.
+fn assert_same_as_tensor_operations(compute: impl Fn(&Device) -> Vec<f32>) {
     let device = Device::flex();
-    let (own, composed) = (compute(&device), compute(&device.clone().autodiff()));
-    assert_eq!(own.len(), composed.len());
-    for (at, (own, composed)) in own.iter().zip(&composed).enumerate() {
-        assert!((own - composed).abs() <= 2e-5 * composed.abs().max(1.0), "{at}: {own} {composed}");
+    let own = compute(&device);
+    for other in [device.autodiff(), Device::ndarray()] {
+        assert_close(&own, &compute(&other), 2e-5);
+    }
+}
+
+/// Checks differences relative to the expected values, or absolute ones where these are below 1.
+fn assert_close(found: &[f32], expected: &[f32], tolerance: f32) {
+    assert_eq!(found.len(), expected.len());
+    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let error = (found - expected).abs();
+        assert!(error <= tolerance * expected.abs().max(1.0), "{at}: {found} {expected}");
     }
 }
 
 #[test]
 fn norms_and_swiglu_are_those_of_tensor_operations() {
     for shape in [[1, 1, 576], [2, 3, 40], [1, 200, 512]] {
-        assert_same_on_an_autodiff_device(|device| {
+        assert_same_as_tensor_operations(|device| {
             let [hidden, update, gate, up] = [1, 2, 3, 4].map(|seed| random(seed, shape, device));
             let weight = random(5, [shape[2]], device);
             let normalized = rms_norm(hidden.clone(), weight.clone(), 1e-5);
@@ -34,10 +46,13 @@ fn norms_and_swiglu_are_those_of_tensor_operations() {
     }
 }
 
+/// The last shape has heads that are longer than the operation of `flex` takes.
 #[test]
 fn attention_is_that_of_tensor_operations_with_and_without_a_cache() {
-    for (batch, heads, kv_heads, head_dim) in [(1, 9, 3, 64), (2, 4, 4, 6), (2, 14, 2, 16)] {
-        assert_same_on_an_autodiff_device(|device| {
+    for (batch, heads, kv_heads, head_dim) in
+        [(1, 9, 3, 64), (2, 4, 4, 6), (2, 14, 2, 16), (1, 2, 1, 260)]
+    {
+        assert_same_as_tensor_operations(|device| {
             let inv_freq: Vec<_> = (0..head_dim / 2).map(|at| 0.7f32.powi(at as i32)).collect();
             let rotary = RotaryEmbedding::new(&inv_freq, 20, device);
             let tokens = |seed, count, heads| random(seed, [batch, count, heads, head_dim], device);
@@ -66,10 +81,85 @@ fn attention_is_that_of_tensor_operations_with_and_without_a_cache() {
     }
 }
 
+/// Makes heads `[batch, tokens, heads, head_dim]` that lie in another order in memory.
+fn swapped(seed: u64, [batch, tokens, heads, head_dim]: [usize; 4], device: &Device) -> Tensor<4> {
+    random::<4>(seed, [batch, heads, tokens, head_dim], device).swap_dims(1, 2)
+}
+
+#[test]
+fn views_are_read_in_their_order_and_left_as_they_are() {
+    assert_same_as_tensor_operations(|device| {
+        let whole: Tensor<3> = random(1, [2, 48, 6], device);
+        let view = || whole.clone().narrow(1, 8, 32).swap_dims(1, 2);
+        let weight = random::<1>(2, [96], device).narrow(0, 64, 32);
+        let [sums, normalized] = add_rms_norm(view(), view(), weight.clone(), 1e-5);
+        let row = random::<3>(3, [1, 2, 32], device).narrow(1, 1, 1);
+        let matrix = Int8Matrix::quantize(random(4, [40, 32], device)).expect("blocks of 32");
+        let dense = random::<2>(5, [48, 40], device).narrow(0, 16, 32);
+        let all = [
+            rms_norm(view(), weight, 1e-5),
+            sums,
+            normalized,
+            swiglu(view(), view()),
+            dense_matmul(row.clone(), dense),
+            matrix.product(row),
+            matrix.product(view()),
+            whole.clone(),
+        ];
+        let mut found: Vec<f32> = all.into_iter().flat_map(floats).collect();
+
+        let rotary = RotaryEmbedding::new(&[1.0, 0.5, 0.1], 20, device);
+        let positions = rotary.at(Tensor::arange(3..7, device), 9, DType::F32);
+        let held: Tensor<4> = random(6, [4, 2, 9, 6], device);
+        let half = |from| held.clone().narrow(0, from, 2);
+        let cache = KvCache { keys: half(0), values: half(2) };
+        let [queries, keys, values] =
+            [(7, 4), (8, 2), (9, 2)].map(|(seed, heads)| swapped(seed, [2, 4, heads, 6], device));
+        let (output, cache) = attention(queries, keys, values, Some(cache), &positions);
+        found.extend(floats(output));
+        found.extend([cache.keys, cache.values, held].into_iter().flat_map(floats));
+        found
+    });
+}
+
+#[test]
+fn halves_are_near_the_results_in_f32() {
+    let device = Device::flex();
+    let compute = |dtype: DType| {
+        let [x, y] = [1, 2].map(|seed| random::<3>(seed, [1, 3, 64], &device).cast(dtype));
+        let weight = random::<1>(3, [64], &device).cast(dtype);
+        let [sums, normalized] = add_rms_norm(x.clone(), y.clone(), weight.clone(), 1e-5);
+        let dense = random::<2>(4, [64, 8], &device).cast(dtype) / 8.0;
+        let matrix = Int8Matrix::quantize(random::<2>(5, [8, 64], &device) / 8.0);
+        let row = x.clone().narrow(1, 0, 1);
+        let rotary = RotaryEmbedding::new(&[1.0, 0.1], 4, &device);
+        let positions = rotary.at(Tensor::arange(1..4, &device), 4, dtype);
+        let [queries, keys, values] = [(6, 4), (7, 2), (8, 2)]
+            .map(|(seed, heads)| random::<4>(seed, [1, 3, heads, 4], &device).cast(dtype));
+        let cache = KvCache::zeros([1, 2, 4, 4], dtype, &device);
+        let (output, cache) = attention(queries, keys, values, Some(cache), &positions);
+        assert_eq!([output.dtype(), cache.keys.dtype()], [dtype; 2]);
+        let all = [
+            rms_norm(x.clone(), weight, 1e-5),
+            sums,
+            normalized,
+            swiglu(x, y),
+            dense_matmul(row.clone(), dense),
+            matrix.expect("blocks of 32").product(row),
+            output,
+        ];
+        all.into_iter().flat_map(floats).collect::<Vec<_>>()
+    };
+    let expected = compute(DType::F32);
+    for (dtype, tolerance) in [(DType::F16, 0.01), (DType::BF16, 0.08)] {
+        assert_close(&compute(dtype), &expected, tolerance);
+    }
+}
+
 #[test]
 fn one_row_times_a_dense_weight_in_either_order_is_the_product_of_tensor_operations() {
     for (channels, outputs) in [(64, 48), (300, 700)] {
-        assert_same_on_an_autodiff_device(|device| {
+        assert_same_as_tensor_operations(|device| {
             let input = |rows| random::<3>(1, [1, rows, channels], device) / 20.0;
             let weight: Tensor<2> = random(2, [channels, outputs], device);
             let transposed: Tensor<2> = random(3, [outputs, channels], device);
@@ -111,10 +201,41 @@ fn a_kv_cache_is_updated_in_place_unless_it_is_held_elsewhere() {
 }
 
 #[test]
+fn a_replay_on_a_host_updates_its_kv_cache_in_place() {
+    type Inputs = ([Tensor<4>; 3], Tensor<1, Int>);
+    let step = |rotary: &RotaryEmbedding, cache: KvCache, (heads, position): Inputs| {
+        let [queries, keys, values] = heads;
+        let positions = rotary.at(position, 8, DType::F32);
+        let (output, cache) = attention(queries, keys, values, Some(cache), &positions);
+        (cache, output)
+    };
+    let run = |device: &Device| {
+        let rotary = RotaryEmbedding::new(&[1.0, 0.1], 8, device);
+        let cache = KvCache::zeros([1, 1, 8, 4], DType::F32, device);
+        let mut replay = Replay::with_state(rotary, cache, step);
+        let mut found = Vec::new();
+        let mut places = Vec::new();
+        for at in 0..3 {
+            let heads = [1, 2, 3].map(|seed| random(10 * at + seed, [1, 1, 1, 4], device));
+            let position = Tensor::from_ints([at as i32], device);
+            let output = replay.run((heads, position)).expect("an output");
+            found.extend(floats(output));
+            let cache = replay.state().expect("a cache");
+            if *device == Device::flex() {
+                places.push([address(&cache.keys), address(&cache.values)]);
+            }
+        }
+        assert!(places.windows(2).all(|pair| pair[0] == pair[1]), "copied: {places:?}");
+        found
+    };
+    assert_close(&run(&Device::flex()), &run(&Device::ndarray()), 2e-5);
+}
+
+#[test]
 fn an_int8_matrix_multiplies_by_its_values_on_every_path() {
     let weight = |device: &Device| random::<2>(1, [300, 96], device);
     for inputs in [1, 5] {
-        assert_same_on_an_autodiff_device(|device| {
+        assert_same_as_tensor_operations(|device| {
             let matrix = Int8Matrix::quantize(weight(device)).expect("blocks of 32");
             floats(matrix.product(random::<2>(2, [inputs, 96], device)))
         });

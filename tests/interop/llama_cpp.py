@@ -52,9 +52,10 @@ def theirs(bench, model, runs):
     return speed[False], speed[True]
 
 
-def ours(llama, folder, prompt, runs):
-    """The same by our example."""
-    command = [llama, "generate", folder, "--prompt", prompt, "--tokens", GENERATED + 1, "--json"]
+def ours(llama, folder, prompt, runs, *options):
+    """The same by our example: activations and the output layer are int8 by default."""
+    command = [llama, "generate", folder, "--prompt", prompt, "--tokens", GENERATED + 1, "--json",
+               *options]
     found = [json.loads(run(*command)) for _ in range(runs)]
     assert all(one["prompt_tokens"] == PROMPT for one in found), found[0]["prompt_tokens"]
     return [statistics.median(one[name] for one in found)
@@ -95,7 +96,8 @@ def table(work, fp4, llama, runs):
                 run(fp4, "quantize", source, "--format", name, "--out", out)
         row(f"llama.cpp, {name.upper()} by `fp4 quantize`", theirs(bench, file, runs))
         row(f"ours, {name.upper()}", ours(llama, folder, prompt, runs))
-    row("ours, f32", ours(llama, dense, prompt, runs))
+    row("ours, f32, the output layer in int8", ours(llama, dense, prompt, runs))
+    row("ours, f32", ours(llama, dense, prompt, runs, "--lm-head", "as-loaded"))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,9 @@ impl Fp4Linear {
     /// once, before the bias is added. No rows of input give no rows of output. An
     /// [adapter](PackedWeight::adapter) adds two thin products, `(x a) b`.
     ///
+    /// A dense weight is multiplied by one row of input in another order of sums than by more rows
+    /// ([`dense_matmul`](ops::dense_matmul)), so that the last bits differ.
+    ///
     /// # Panics
     /// If the last axis of the input is not `d_input`, or its dtype is not f32, f16 or bf16.
     #[must_use]

@@ -81,7 +81,7 @@ impl Int8Matrix {
             let codes = self.codes.clone().into_dispatch();
             let scales = self.scales.clone().into_dispatch();
             let input = input.into_dispatch();
-            Tensor::<2>::from_dispatch(Dispatch::decoder_int8_matmul(input, codes, scales))
+            Tensor::<2>::from_dispatch(Dispatch::decoder_int8_weight_matmul(input, codes, scales))
         } else {
             input.matmul(self.dequantize().cast(dtype).transpose())
         };

@@ -8,7 +8,7 @@ use examples::OnDevice;
 use llama::{Folder, Generated, Projection, Sampling, generate};
 use serde::Serialize;
 
-use super::{DeviceOptions, HeadOptions, print};
+use super::{DeviceOptions, ProductOptions, print};
 
 /// Generate text from a prompt.
 #[derive(clap::Args)]
@@ -24,7 +24,7 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     sampling: Sampling,
     #[command(flatten)]
-    head: HeadOptions,
+    products: ProductOptions,
     #[command(flatten)]
     device: DeviceOptions,
     /// Print JSON.
@@ -79,7 +79,7 @@ fn report<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let start = std::time::Instant::now();
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let model = arguments.head.load::<L>(&folder, &device, true)?;
+    let model = arguments.products.load::<L>(&folder, &device, true)?;
     let load_seconds = start.elapsed().as_secs_f64();
     let tokenizer = folder.tokenizer()?;
     let prompt = tokenizer.encode(arguments.prompt.as_str(), true);

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, FloatDType};
-use burn_fp4::Fp4Format;
 use burn_fp4::ops::Int8Matrix;
+use burn_fp4::{Activations, Fp4Format};
 use clap::ValueEnum;
 use examples::OnDevice;
 use llama::{Folder, Llama, Projection, Tokens};
@@ -77,17 +77,27 @@ impl DeviceOptions {
     }
 }
 
-/// Options of the embedding and the `lm_head`.
+/// Options of products: formats of the embedding and the `lm_head`, and of activations.
 #[derive(clap::Args)]
-pub(crate) struct HeadOptions {
+pub(crate) struct ProductOptions {
     /// Format of a tied embedding, also in its use as `lm_head`: as loaded, or quantized.
     #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
     tied_embedding: TiedEmbedding,
     /// Format of the `lm_head` in products; a dense one takes most of the time of a small model.
     /// Defaults to int8 for a dense `lm_head` that generates on flex in f32, else to as-loaded. A
-    /// dense one is kept, too.
+    /// tied embedding is kept in memory for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
+    /// Format of the input of products with FP4 weights on a CPU. Defaults to int8 to generate,
+    /// else to f32.
+    #[arg(long, value_enum)]
+    activations: Option<ActivationFormat>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum ActivationFormat {
+    F32,
+    Int8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, ValueEnum)]
@@ -103,9 +113,9 @@ enum TiedEmbedding {
     Mxfp4,
 }
 
-impl HeadOptions {
-    /// Loads the model of a folder. A dense `lm_head` becomes int8 by default for `generation`,
-    /// where that is faster.
+impl ProductOptions {
+    /// Loads the model of a folder. By default a dense `lm_head`, where that is faster, and
+    /// activations become int8 for `generation`.
     fn load<L: Projection>(
         &self,
         folder: &Folder,
@@ -137,6 +147,11 @@ impl HeadOptions {
             }
             Some(LmHead::AsLoaded) | None => (),
         }
+        model.set_activations(match self.activations {
+            Some(ActivationFormat::Int8) => Activations::Int8,
+            None if generation => Activations::Int8,
+            Some(ActivationFormat::F32) | None => Activations::F32,
+        });
         Ok(model)
     }
 }

@@ -6,7 +6,7 @@ use anyhow::Result;
 use burn_fp4::Fp4Linear;
 use llama::{Folder, Perplexity, Windows, perplexity};
 
-use super::{DeviceOptions, HeadOptions, TextOptions, print};
+use super::{DeviceOptions, ProductOptions, TextOptions, print};
 
 /// Measure the perplexity of a model on a text.
 #[derive(clap::Args)]
@@ -18,7 +18,7 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     windows: Windows,
     #[command(flatten)]
-    head: HeadOptions,
+    products: ProductOptions,
     #[command(flatten)]
     device: DeviceOptions,
     /// Print JSON.
@@ -30,7 +30,7 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let model = arguments.head.load::<Fp4Linear>(&folder, &device, false)?;
+    let model = arguments.products.load::<Fp4Linear>(&folder, &device, false)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let found = perplexity(&model, tokens.held_out(), arguments.windows, &device)?;
     print(&found, arguments.json, || {

@@ -79,6 +79,14 @@ fn commands_print_80_columns_and_the_next_command() {
         "{text}"
     );
     assert_narrow(&text);
+    // Activations of FP4 products, and the `lm_head`, are int8 by default.
+    let printed = |options: &[&str]| {
+        let text = stdout(llama(&[&generate[..], &["--json"], options].concat()).output().unwrap());
+        let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        json["texts"].clone()
+    };
+    assert_eq!(printed(&[]), printed(&["--activations", "int8", "--lm-head", "int8"]));
+    printed(&["--activations", "f32", "--lm-head", "as-loaded"]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! | module       | what it holds                                                          |
 //! |--------------|------------------------------------------------------------------------|
 //! | `tensors.rs` | [`ReplayTensors`]: what goes into a replay and comes out of it         |
-//! | `weights.rs` | the tensors of a model that a capture reads                          |
+//! | `weights.rs` | the tensors of a model that a capture reads                            |
 
 mod tensors;
 mod weights;
@@ -109,8 +109,8 @@ const MOST: usize = 16;
 ///
 /// **CUDA graphs of your own.** A thread's first use of a packed weight sets its capture mode to
 /// relaxed (`cuThreadExchangeStreamCaptureMode` of the driver), and the mode stays so. If the
-/// thread captures a graph of its own, the driver then no longer refuses calls that a capture
-/// cannot capture, such as allocations. To have them refused, call that function after the first
+/// thread captures a graph of its own, the driver then no longer refuses calls that no graph
+/// can hold, such as allocations. To have them refused, call that function after the first
 /// use, with the mode global or thread-local, and with relaxed again before a replay of another
 /// thread captures.
 ///

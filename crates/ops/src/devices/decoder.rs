@@ -60,7 +60,7 @@ pub(crate) trait DecoderBackend: Backend {
 
     /// Multiplies `[M, K]` by the transpose of a matrix of signed bytes, `[N, K]` with a scale for
     /// each 32 of them: `[M, N]`.
-    fn decoder_int8_matmul(
+    fn decoder_int8_weight_matmul(
         input: FloatTensor<Self>,
         codes: IntTensor<Self>,
         scales: FloatTensor<Self>,

@@ -4,7 +4,7 @@ use burn::backend::Flex;
 use burn::backend::ops::IntTensorOps;
 use burn::tensor::{DType, Shape, read_sync};
 use burn_flex::FlexTensor;
-use burn_fp4_search::host::{self, AttentionShape, Int8View, Rotary};
+use burn_fp4_search::host::{self, AttentionShape, Int8Weight, Rotary};
 
 use super::decoder::DecoderBackend;
 
@@ -85,12 +85,18 @@ impl DecoderBackend for Flex {
         output
     }
 
-    fn decoder_int8_matmul(input: FlexTensor, codes: FlexTensor, scales: FlexTensor) -> FlexTensor {
+    fn decoder_int8_weight_matmul(
+        input: FlexTensor,
+        codes: FlexTensor,
+        scales: FlexTensor,
+    ) -> FlexTensor {
         let ([m, k], [n, _]) = (dims(&input), dims(&codes));
         let (input, codes, scales) = (contiguous(input), codes.to_contiguous(), contiguous(scales));
-        let weight = Int8View { codes: codes.as_slice().expect(CHECKED), scales: values(&scales) };
+        let weight =
+            Int8Weight { codes: codes.as_slice().expect(CHECKED), scales: values(&scales) };
         let mut output = FlexTensor::empty(Shape::new([m, n]), DType::F32);
-        host::int8_matmul(values(&input), weight, [n, k], output.storage_mut()).expect(CHECKED);
+        host::int8_weight_matmul(values(&input), weight, [n, k], output.storage_mut())
+            .expect(CHECKED);
         output
     }
 }

@@ -13,16 +13,17 @@ pub(super) const TASK: usize = 1 << 16;
 /// Values per parallel task of a search.
 pub(super) const SEARCH_TASK: usize = 1 << 14;
 
-/// Returns true if work is worth the time to wake other threads, and to wait for them.
+/// Returns true if work is worth the time to wake other threads, and to wait for them. A thread
+/// does `per_microsecond` of it in a microsecond.
 ///
 /// A thread of rayon's pool shares its work with those that are awake. Any other one sleeps until
 /// a thread of the pool has woken up and has done the work.
-pub(super) fn is_worth_threads(multiplications: usize, per_microsecond: usize) -> bool {
+pub(super) fn is_worth_threads(work: usize, per_microsecond: usize) -> bool {
     let microseconds = match rayon::current_thread_index() {
         Some(_) => 8,
         None => 80,
     };
-    multiplications > microseconds * per_microsecond && rayon::current_num_threads() > 1
+    work > microseconds * per_microsecond && rayon::current_num_threads() > 1
 }
 
 /// Variable that names an instruction set, so that tests can run the code of other processors.

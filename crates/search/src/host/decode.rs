@@ -19,18 +19,18 @@ use crate::e2m1::twice_element;
 /// Number of channels decoded together: two codes of each of 16 bytes.
 pub(super) const GROUP: usize = 32;
 
-/// Asks for the memory some bytes behind others: the processor's own prefetching starts anew with
+/// Asks for the memory some bytes behind values: the processor's own prefetching starts anew with
 /// every page of memory.
 #[inline(always)]
-pub(super) fn prefetch(bytes: &[u8], distance: usize) {
+pub(super) fn prefetch<T>(values: &[T], distance: usize) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch is a hint, which may name any address.
     unsafe {
         use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(bytes.as_ptr().wrapping_add(distance).cast());
+        _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().wrapping_byte_add(distance).cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (bytes, distance);
+    let _ = (values, distance);
 }
 
 /// Returns the distance to prefetch, if some bytes are read together: a multiple of them.

@@ -1,6 +1,8 @@
 //! [`Lanes`]: sixteen sums of products of bytes, with the instructions of the processor.
 
 use burn_fp4_formats::Fp4Format;
+use pulp::bytemuck::Pod;
+use pulp::cast;
 
 use super::int8_input::LANES;
 use super::scale_grid::scale_values;
@@ -10,19 +12,25 @@ use super::scale_grid::scale_values;
 /// Sums of products of bytes are exact and every f32 operation is rounded on its own, so that all
 /// implementations give the same bits.
 pub(super) trait Lanes: Copy {
-    type Bytes: Copy;
-    type Ints: Copy;
-    type Floats: Copy;
+    type Bytes: Pod;
+    type Ints: Pod;
+    type Floats: Pod;
 
     /// Runs work with these instructions.
     fn run<W: LaneWork>(self, work: W);
 
-    fn bytes(self, bytes: &[i8; 4 * LANES]) -> Self::Bytes;
+    #[inline(always)]
+    fn bytes(self, bytes: &[i8; 4 * LANES]) -> Self::Bytes {
+        cast(*bytes)
+    }
     /// Repeats 4 bytes in every lane.
     fn repeat(self, bytes: &[i8; 4]) -> Self::Bytes;
     /// Decodes the lower and the upper codes of bytes to doubled elements plus `OFFSET`.
     fn elements(self, codes: &[u8; 4 * LANES]) -> [Self::Bytes; 2];
-    fn store_bytes(self, bytes: Self::Bytes) -> [i8; 4 * LANES];
+    #[inline(always)]
+    fn store_bytes(self, bytes: Self::Bytes) -> [i8; 4 * LANES] {
+        cast(bytes)
+    }
     /// Adds products of elements and integers to the sum of their lane, for up to 4 vectors.
     fn dot<const N: usize>(
         self,
@@ -31,7 +39,10 @@ pub(super) trait Lanes: Copy {
         integers: [Self::Bytes; N],
     ) -> Self::Ints;
 
-    fn ints(self, values: &[i32; LANES]) -> Self::Ints;
+    #[inline(always)]
+    fn ints(self, values: &[i32; LANES]) -> Self::Ints {
+        cast(*values)
+    }
     fn repeat_int(self, value: i32) -> Self::Ints;
     fn add_ints(self, left: Self::Ints, right: Self::Ints) -> Self::Ints;
     /// Adds neighboring lanes of two vectors: a0 + a1, b0 + b1, a2 + a3, ..
@@ -40,9 +51,15 @@ pub(super) trait Lanes: Copy {
     fn quad_sums(self, vectors: [Self::Ints; 4]) -> Self::Ints;
 
     fn to_floats(self, ints: Self::Ints) -> Self::Floats;
-    fn floats(self, values: &[f32; LANES]) -> Self::Floats;
+    #[inline(always)]
+    fn floats(self, values: &[f32; LANES]) -> Self::Floats {
+        cast(*values)
+    }
     fn repeat_float(self, value: f32) -> Self::Floats;
-    fn store(self, floats: Self::Floats) -> [f32; LANES];
+    #[inline(always)]
+    fn store(self, floats: Self::Floats) -> [f32; LANES] {
+        cast(floats)
+    }
     fn add(self, left: Self::Floats, right: Self::Floats) -> Self::Floats;
     fn mul(self, left: Self::Floats, right: Self::Floats) -> Self::Floats;
     /// Computes `a * b + c`, rounded once.
@@ -80,10 +97,6 @@ impl Lanes for Generic {
     }
 
     #[inline(always)]
-    fn bytes(self, bytes: &[i8; 4 * LANES]) -> Self::Bytes {
-        *bytes
-    }
-    #[inline(always)]
     fn repeat(self, bytes: &[i8; 4]) -> Self::Bytes {
         core::array::from_fn(|at| bytes[at % 4])
     }
@@ -91,10 +104,6 @@ impl Lanes for Generic {
     fn elements(self, codes: &[u8; 4 * LANES]) -> [Self::Bytes; 2] {
         let element = |code: u8| ELEMENTS[usize::from(code)] as i8;
         [codes.map(|code| element(code & 15)), codes.map(|code| element(code >> 4))]
-    }
-    #[inline(always)]
-    fn store_bytes(self, bytes: Self::Bytes) -> [i8; 4 * LANES] {
-        bytes
     }
     #[inline(always)]
     fn dot<const N: usize>(
@@ -111,10 +120,6 @@ impl Lanes for Generic {
             }
         }
         sums
-    }
-    #[inline(always)]
-    fn ints(self, values: &[i32; LANES]) -> Self::Ints {
-        *values
     }
     #[inline(always)]
     fn repeat_int(self, value: i32) -> Self::Ints {
@@ -140,16 +145,8 @@ impl Lanes for Generic {
         ints.map(|int| int as f32)
     }
     #[inline(always)]
-    fn floats(self, values: &[f32; LANES]) -> Self::Floats {
-        *values
-    }
-    #[inline(always)]
     fn repeat_float(self, value: f32) -> Self::Floats {
         [value; LANES]
-    }
-    #[inline(always)]
-    fn store(self, floats: Self::Floats) -> [f32; LANES] {
-        floats
     }
     #[inline(always)]
     fn add(self, left: Self::Floats, right: Self::Floats) -> Self::Floats {

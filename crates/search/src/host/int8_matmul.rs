@@ -12,7 +12,7 @@ use super::dequantize::PackedView;
 use super::element::HostElement;
 use super::int8_input::{CHUNK, Chunk, Int8Input, LANES};
 use super::int8_instructions::Instructions;
-use super::int8_lanes::{Generic, LaneWork, Lanes};
+use super::int8_lanes::{LaneWork, Lanes};
 use super::panels::{self, PANEL};
 use super::scale_grid::scale_values;
 
@@ -20,7 +20,7 @@ const _: () = assert!(LANES == PANEL, "products of both kinds lie in the same or
 
 /// Number of panels per parallel task. A panel has a packed row in each lane.
 const TASK_PANELS: usize = 2;
-/// Smallest number of rows of the input for which packed rows are decoded into panels.
+/// Number of rows of the input from which on every weight is decoded into panels.
 const MANY: usize = 16;
 /// Number of multiplications of a thread in a microsecond.
 const PER_MICROSECOND: usize = 1 << 15;
@@ -53,7 +53,7 @@ fn multiply(
     let mut products = vec![0.0; outputs.div_ceil(LANES) * panel_len];
     let multiply = |panel: &mut Panel, first_panel: usize, products: &mut [f32]| {
         let first = first_panel * LANES;
-        instructions.run(Products { input, weight, outputs, channels, first, panel, products });
+        instructions.run(Int8Products { input, weight, outputs, channels, first, panel, products });
     };
     if is_worth_threads(outputs * channels * input.rows, PER_MICROSECOND) {
         let tasks = products.par_chunks_mut(TASK_PANELS * panel_len).enumerate();
@@ -83,7 +83,7 @@ struct Panel {
 struct Bytes([i8; 4 * LANES]);
 
 /// Computes the products of packed rows from `first` on.
-struct Products<'a> {
+struct Int8Products<'a> {
     input: &'a Int8Input,
     weight: PackedView<'a>,
     outputs: usize,
@@ -93,25 +93,21 @@ struct Products<'a> {
     products: &'a mut [f32],
 }
 
-impl LaneWork for Products<'_> {
+impl LaneWork for Int8Products<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        // A block has two or four lanes; so many rows of the weight share a vector.
-        match (self.weight.block_size, self.input.rows < MANY) {
-            (16, true) if self.has_plain_scales(Fp4Format::NvFp4) => {
-                self.few::<L, true, 2, 8>(lanes);
-            }
-            (32, true) if self.has_plain_scales(Fp4Format::MxFp4) => {
-                self.few::<L, true, 4, 4>(lanes);
-            }
-            (_, true) => self.few_of_any_scales(),
-            (16, false) => self.many::<L, 2, 8>(lanes),
-            (_, false) => self.many::<L, 4, 4>(lanes),
+        // A block has two or four lanes: two or four rows of the weight share a vector.
+        let few = self.input.rows < MANY;
+        match self.weight.block_size {
+            16 if few && self.has_plain_scales(Fp4Format::NvFp4) => self.few::<L, 2, 8>(lanes),
+            16 => self.many::<L, 2, 8>(lanes),
+            _ if few && self.has_plain_scales(Fp4Format::MxFp4) => self.few::<L, 4, 4>(lanes),
+            _ => self.many::<L, 4, 4>(lanes),
         }
     }
 }
 
-impl Products<'_> {
+impl Int8Products<'_> {
     /// Returns true if the weight has a format, and no scale of these rows is NaN or negative.
     #[inline(always)]
     fn has_plain_scales(&self, format: Fp4Format) -> bool {
@@ -122,30 +118,20 @@ impl Products<'_> {
         self.weight.format == format && scales.iter().fold(0, |max, &code| code.max(max)) <= largest
     }
 
-    /// Multiplies an input with few rows by a weight of another block size, or with scales that are
-    /// NaN. Compiled once, as it is rare.
-    #[inline(never)]
-    fn few_of_any_scales(self) {
-        match self.weight.block_size {
-            16 => self.few::<Generic, false, 2, 8>(Generic),
-            _ => self.few::<Generic, false, 4, 4>(Generic),
-        }
-    }
-
     fn task_rows(&self) -> usize {
         self.products.len() / self.input.rows
     }
 
     /// Multiplies an input with few rows: codes are decoded into registers.
     #[inline(always)]
-    fn few<L: Lanes, const PLAIN: bool, const R: usize, const W: usize>(mut self, lanes: L) {
+    fn few<L: Lanes, const R: usize, const W: usize>(mut self, lanes: L) {
         let distance = prefetch_distance(R * self.channels / 2);
         for row in (0..self.outputs.min(self.first + self.task_rows()) - self.first).step_by(R) {
             let inputs = self.input.rows;
             for from in (0..inputs).step_by(4) {
                 match inputs - from {
-                    1 => self.rows::<L, PLAIN, R, W, 1>(lanes, row, from, distance),
-                    _ => self.rows::<L, PLAIN, R, W, 4>(lanes, row, from, distance),
+                    1 => self.rows::<L, R, W, 1>(lanes, row, from, distance),
+                    _ => self.rows::<L, R, W, 4>(lanes, row, from, distance),
                 }
             }
         }
@@ -153,7 +139,7 @@ impl Products<'_> {
 
     /// Multiplies `R` rows of the weight by `M` rows of the input.
     #[inline(always)]
-    fn rows<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M: usize>(
+    fn rows<L: Lanes, const R: usize, const W: usize, const M: usize>(
         &mut self,
         lanes: L,
         row: usize,
@@ -163,16 +149,15 @@ impl Products<'_> {
         let (input, weight, channels) = (self.input, self.weight, self.channels);
         // Rows beyond the last repeat it.
         let (first, last) = (self.first + row, self.outputs - 1);
-        let mut weights = [Row::new::<W>(weight, first, channels); R];
+        let mut weights = [CodeRow::new::<W>(weight, first, channels); R];
         for at in 1..R {
-            weights[at] = Row::new::<W>(weight, last.min(first + at), channels);
+            weights[at] = CodeRow::new::<W>(weight, last.min(first + at), channels);
         }
         let mut inputs = [input.row(from); M];
         for at in 1..M {
             inputs[at] = input.row((from + at).min(input.rows - 1));
         }
-        let values = scale_values(weight.format);
-        let sums = row_sums::<L, PLAIN, R, W, M>(lanes, values, &weights, inputs, distance);
+        let sums = row_sums::<L, R, W, M>(lanes, &weights, inputs, distance);
         let panel = &mut self.products[row / LANES * LANES * input.rows..];
         for (to, sums) in (from..input.rows).zip(sums) {
             for at in 0..R {
@@ -190,7 +175,7 @@ impl Products<'_> {
             // Rows beyond the last repeat it.
             let rows: [_; LANES] = from_fn(|lane| {
                 let row = (first + at * LANES + lane).min(outputs - 1);
-                Row::new::<W>(weight, row, channels)
+                CodeRow::new::<W>(weight, row, channels)
             });
             let values = scale_values(weight.format);
             let scales =
@@ -204,7 +189,7 @@ impl Products<'_> {
                 let mut from = 0;
                 while from < input.rows {
                     let left = input.rows - from;
-                    let place = Place { from, chunks: chunks.clone(), scales: &scales };
+                    let place = PanelTile { from, chunks: chunks.clone(), scales: &scales };
                     from += match left {
                         4.. => panel.tile::<L, R, 4>(lanes, input, place, products),
                         _ => panel.tile::<L, R, 1>(lanes, input, place, products),
@@ -216,7 +201,7 @@ impl Products<'_> {
 }
 
 /// Some rows of the input, in some chunks.
-struct Place<'a> {
+struct PanelTile<'a> {
     from: usize,
     chunks: Range<usize>,
     /// Tensor scales of the panel.
@@ -225,13 +210,13 @@ struct Place<'a> {
 
 /// A packed row, whose chunks have `W` block scales.
 #[derive(Clone, Copy)]
-struct Row<'a> {
+struct CodeRow<'a> {
     /// Codes of this row and of all that follow.
     codes: &'a [u8],
     scales: &'a [u8],
 }
 
-impl<'a> Row<'a> {
+impl<'a> CodeRow<'a> {
     #[inline(always)]
     fn new<const W: usize>(packed: PackedView<'a>, row: usize, channels: usize) -> Self {
         let blocks = channels * W / CHUNK;
@@ -282,10 +267,9 @@ fn word<const W: usize>(scales: &[u8; W]) -> u64 {
 
 /// Sums the products of `R` packed rows and `M` rows of the input. The first `R` sums count.
 #[inline(always)]
-fn row_sums<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M: usize>(
+fn row_sums<L: Lanes, const R: usize, const W: usize, const M: usize>(
     lanes: L,
-    values: &[f32; 256],
-    rows: &[Row<'_>; R],
+    rows: &[CodeRow<'_>; R],
     inputs: [&[Chunk]; M],
     distance: usize,
 ) -> [[f32; LANES]; M] {
@@ -320,7 +304,7 @@ fn row_sums<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M
         for to in 1..M {
             chunks[to] = &inputs[to][chunk];
         }
-        add_chunk::<L, PLAIN, R, M>(lanes, values, chunk_codes, words, chunks, &mut sums);
+        add_chunk::<L, R, M>(lanes, chunk_codes, words, chunks, &mut sums);
     }
     let mut reduced = [[0.0; LANES]; M];
     for (reduced, sums) in reduced.iter_mut().zip(sums) {
@@ -338,9 +322,8 @@ fn row_sums<L: Lanes, const PLAIN: bool, const R: usize, const W: usize, const M
 
 /// Adds the products of a chunk. Lane `R * block + row` has the sums of a block of a row.
 #[inline(always)]
-fn add_chunk<L: Lanes, const PLAIN: bool, const R: usize, const M: usize>(
+fn add_chunk<L: Lanes, const R: usize, const M: usize>(
     lanes: L,
-    values: &[f32; 256],
     codes: [&[u8; CHUNK / 2]; R],
     words: [u64; R],
     inputs: [&Chunk; M],
@@ -348,7 +331,6 @@ fn add_chunk<L: Lanes, const PLAIN: bool, const R: usize, const M: usize>(
 ) {
     let scales = lanes.interleave(words);
     let scales = match R {
-        _ if !PLAIN => lanes.floats(&scales.map(|code| values[usize::from(code)])),
         2 => lanes.e4m3(scales),
         _ => lanes.e8m0(scales),
     };
@@ -380,7 +362,7 @@ impl Panel {
         &mut self,
         lanes: L,
         values: &[f32; 256],
-        rows: &[Row<'_>; LANES],
+        rows: &[CodeRow<'_>; LANES],
         chunks: Range<usize>,
     ) {
         self.elements.clear();
@@ -419,10 +401,10 @@ impl Panel {
         &mut self,
         lanes: L,
         input: &Int8Input,
-        place: Place<'_>,
+        place: PanelTile<'_>,
         products: &mut [f32],
     ) -> usize {
-        let Place { from, chunks, scales: tensor_scales } = place;
+        let PanelTile { from, chunks, scales: tensor_scales } = place;
         let inputs: [_; M] = from_fn(|to| &input.row(from + to)[chunks.clone()]);
         let blocks = LANES / R;
         // Of the blocks of a chunk.
@@ -529,7 +511,8 @@ mod tests {
         Instructions::ALL.iter().copied().filter(|instructions| instructions.is_available())
     }
 
-    /// Includes last chunks, panels and groups of rows that are not whole, and several steps.
+    /// Includes last chunks, panels and groups of rows that are not whole, several steps, and more
+    /// work than one thread does.
     #[test]
     fn products_have_the_bits_of_the_reference_with_every_instruction_set() {
         for format in Fp4Format::ALL {
@@ -540,6 +523,7 @@ mod tests {
                 (16, 1168, 17),
                 (32, 32, 3),
                 (32, 1184, 50),
+                (16, 2064, 83),
             ] {
                 let mut packed = weight(format, block_size, [outputs, channels]);
                 for not_plain in [false, true] {
@@ -555,7 +539,10 @@ mod tests {
                         for instructions in available() {
                             let mut found = vec![0.0; expected.len()];
                             let shape = [outputs, channels];
-                            int8_matmul(instructions, &input, view, shape, &mut found);
+                            // Inside the pool other threads are worth their while earlier.
+                            rayon::scope(|_| {
+                                int8_matmul(instructions, &input, view, shape, &mut found);
+                            });
                             for (found, expected) in found.iter().zip(&expected) {
                                 let same = found.to_bits() == expected.to_bits()
                                     || found.is_nan() && expected.is_nan();

@@ -1,4 +1,6 @@
 //! [`Lanes`] of AArch64, whose every processor has NEON; with `sdot` if it has that.
+//!
+//! Tests pass in an emulator (`qemu-aarch64`); speed was not measured on a processor.
 
 use core::arch::aarch64::*;
 use core::arch::asm;
@@ -69,10 +71,6 @@ impl<const DOT: bool> Lanes for Neon<DOT> {
     }
 
     #[inline(always)]
-    fn bytes(self, bytes: &[i8; 4 * LANES]) -> Self::Bytes {
-        cast(*bytes)
-    }
-    #[inline(always)]
     fn repeat(self, bytes: &[i8; 4]) -> Self::Bytes {
         [cast(call!(vdupq_n_s32(cast(*bytes)))); 4]
     }
@@ -87,10 +85,6 @@ impl<const DOT: bool> Lanes for Neon<DOT> {
             elements[1][part] = call!(vqtbl1q_s8(table, vshrq_n_u8::<4>(codes[part])));
         }
         elements
-    }
-    #[inline(always)]
-    fn store_bytes(self, bytes: Self::Bytes) -> [i8; 4 * LANES] {
-        cast(bytes)
     }
     #[inline(always)]
     fn dot<const N: usize>(
@@ -118,10 +112,6 @@ impl<const DOT: bool> Lanes for Neon<DOT> {
             }
         }
         sums
-    }
-    #[inline(always)]
-    fn ints(self, values: &[i32; LANES]) -> Self::Ints {
-        cast(*values)
     }
     #[inline(always)]
     fn repeat_int(self, value: i32) -> Self::Ints {
@@ -163,16 +153,8 @@ impl<const DOT: bool> Lanes for Neon<DOT> {
         floats
     }
     #[inline(always)]
-    fn floats(self, values: &[f32; LANES]) -> Self::Floats {
-        cast(*values)
-    }
-    #[inline(always)]
     fn repeat_float(self, value: f32) -> Self::Floats {
         [call!(vdupq_n_f32(value)); 4]
-    }
-    #[inline(always)]
-    fn store(self, floats: Self::Floats) -> [f32; LANES] {
-        cast(floats)
     }
     #[inline(always)]
     fn add(self, left: Self::Floats, right: Self::Floats) -> Self::Floats {

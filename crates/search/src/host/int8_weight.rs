@@ -6,7 +6,10 @@ use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::arch::arch;
+use super::arch::{arch, is_worth_threads};
+use super::decode::prefetch;
+use super::dots::total;
+use super::panels::{self, PANEL};
 use crate::error::SearchError;
 
 /// Number of neighbours in a row that share a scale.
@@ -14,14 +17,18 @@ pub const INT8_BLOCK: usize = 32;
 
 /// Number of rows of the input that are multiplied while a row of the weight is decoded.
 const INPUTS: usize = 4;
+/// Number of bytes that are prefetched before they are read.
+const AHEAD: usize = 2048;
 /// Number of bytes per parallel task: a part of the second-level cache.
 const TASK_BYTES: usize = 1 << 15;
-/// Number of multiplications that one thread completes before another one would have woken up.
-const ONE_THREAD: usize = 1 << 17;
+/// Number of multiplications of a thread in a microsecond.
+const PER_MICROSECOND: usize = 1 << 13;
+/// Number of blocks whose scales lie in a line of the cache.
+const LINE_BLOCKS: usize = 16;
 
 /// Borrows a matrix of signed bytes, in row-major order.
 #[derive(Debug, Clone, Copy)]
-pub struct Int8View<'a> {
+pub struct Int8Weight<'a> {
     /// A value is its code times its scale.
     pub codes: &'a [i8],
     /// A scale for each [`INT8_BLOCK`] codes.
@@ -80,9 +87,9 @@ impl WithSimd for Rounding<'_> {
 ///
 /// # Errors
 /// A slice of the wrong length, or channels that are not a multiple of [`INT8_BLOCK`].
-pub fn int8_matmul(
+pub fn int8_weight_matmul(
     input: &[f32],
-    weight: Int8View<'_>,
+    weight: Int8Weight<'_>,
     [outputs, channels]: [usize; 2],
     output: &mut [f32],
 ) -> Result<(), SearchError> {
@@ -95,58 +102,66 @@ pub fn int8_matmul(
     if output.is_empty() {
         return Ok(());
     }
-    // A row for each row of the weight: the tasks write contiguous memory.
-    let mut by_output = Vec::new();
+    // A row of the input has its products in this order in the output, too.
+    let mut panels = Vec::new();
     let products = if inputs == 1 {
         &mut *output
     } else {
-        by_output = vec![0.0; output.len()];
-        &mut by_output[..]
+        panels = vec![0.0; outputs.next_multiple_of(PANEL) * inputs];
+        &mut panels[..]
     };
-    let rows = (TASK_BYTES / channels).max(1);
+    let rows = (TASK_BYTES / channels).next_multiple_of(PANEL);
     let task = |(task, products): (usize, &mut [f32])| {
-        arch().dispatch(Products { input, weight, channels, first: task * rows, inputs, products });
+        let first = task * rows;
+        arch().dispatch(WeightRows { input, weight, outputs, channels, first, inputs, products });
     };
-    if outputs * channels * inputs <= ONE_THREAD {
-        products.chunks_mut(rows * inputs).enumerate().for_each(task);
-    } else {
+    if is_worth_threads(outputs * channels * inputs, PER_MICROSECOND) {
         products.par_chunks_mut(rows * inputs).enumerate().for_each(task);
+    } else {
+        products.chunks_mut(rows * inputs).enumerate().for_each(task);
     }
-    for (row, output) in output.chunks_mut(outputs).enumerate().take_while(|_| inputs > 1) {
-        let products = by_output.iter().skip(row).step_by(inputs);
-        output.iter_mut().zip(products).for_each(|(output, product)| *output = *product);
+    if inputs > 1 {
+        panels::write(&panels, inputs, output);
     }
     Ok(())
 }
 
 /// Computes the products of rows of the weight from `first` on.
-struct Products<'a> {
+struct WeightRows<'a> {
     input: &'a [f32],
-    weight: Int8View<'a>,
+    weight: Int8Weight<'a>,
+    outputs: usize,
     channels: usize,
     first: usize,
     inputs: usize,
+    /// `[panels, inputs, PANEL]`.
     products: &'a mut [f32],
 }
 
-impl WithSimd for Products<'_> {
+impl WithSimd for WeightRows<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { input, weight, channels, first, inputs, products } = self;
-        let (codes, _) = weight.codes[first * channels..].as_chunks::<INT8_BLOCK>();
+        let Self { input, weight, outputs, channels, first, inputs, products } = self;
+        let (codes, _) = weight.codes.as_chunks::<INT8_BLOCK>();
         let blocks = channels / INT8_BLOCK;
-        let scales = &weight.scales[first * blocks..];
-        let rows = codes.chunks_exact(blocks).zip(scales.chunks_exact(blocks));
-        for ((codes, scales), products) in rows.zip(products.chunks_exact_mut(inputs)) {
-            let input = input.chunks(INPUTS * channels).zip(products.chunks_mut(INPUTS));
-            for (input, products) in input {
-                match products.len() {
-                    1 => dots::<S, 1>(simd, input, codes, scales, products),
-                    2 => dots::<S, 2>(simd, input, codes, scales, products),
-                    3 => dots::<S, 3>(simd, input, codes, scales, products),
-                    _ => dots::<S, INPUTS>(simd, input, codes, scales, products),
+        let last = outputs.min(first + products.len() / inputs);
+        for row in first..last {
+            let codes = &codes[row * blocks..][..blocks];
+            let scales = &weight.scales[row * blocks..][..blocks];
+            let (panel, lane) = ((row - first) / PANEL * PANEL, row % PANEL);
+            for (from, input) in input.chunks(INPUTS * channels).enumerate() {
+                let mut dots = [0.0; INPUTS];
+                match input.len() / channels {
+                    1 => dots[..1].copy_from_slice(&row_dots::<S, 1>(simd, input, codes, scales)),
+                    2 => dots[..2].copy_from_slice(&row_dots::<S, 2>(simd, input, codes, scales)),
+                    3 => dots[..3].copy_from_slice(&row_dots::<S, 3>(simd, input, codes, scales)),
+                    _ => dots = row_dots::<S, INPUTS>(simd, input, codes, scales),
+                }
+                let to = INPUTS * from..inputs.min(INPUTS * (from + 1));
+                for (to, dot) in to.zip(dots) {
+                    products[panel * inputs + to * PANEL + lane] = dot;
                 }
             }
         }
@@ -155,19 +170,22 @@ impl WithSimd for Products<'_> {
 
 /// Computes the products of `M` rows of the input with a row of the weight.
 #[inline(always)]
-fn dots<S: Simd, const M: usize>(
+fn row_dots<S: Simd, const M: usize>(
     simd: S,
     input: &[f32],
     codes: &[[i8; INT8_BLOCK]],
     scales: &[f32],
-    products: &mut [f32],
-) {
+) -> [f32; M] {
     let channels = codes.len() * INT8_BLOCK;
     let inputs: [_; M] = from_fn(|row| {
         &input[row * channels..][..channels].as_chunks::<INT8_BLOCK>().0[..codes.len()]
     });
     let mut sums = [[simd.splat_f32s(0.0); 2]; M];
     for (at, (codes, scale)) in codes.iter().zip(scales).enumerate() {
+        prefetch(codes, AHEAD);
+        if at % LINE_BLOCKS == 0 {
+            prefetch(&scales[at..], AHEAD / LINE_BLOCKS);
+        }
         let mut values = [0f32; INT8_BLOCK];
         for (value, code) in values.iter_mut().zip(codes) {
             *value = f32::from(*code) * scale;
@@ -181,20 +199,17 @@ fn dots<S: Simd, const M: usize>(
             }
         }
     }
-    for row in 0..M {
-        let [even, odd] = sums[row];
-        products[row] = simd.reduce_sum_f32s(simd.add_f32s(even, odd));
-    }
+    total::<S, M, 2>(simd, &sums)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Includes fewer rows than a task has, and more work than one thread does.
+    /// Includes fewer rows than a task and a panel have, and more work than one thread does.
     #[test]
     fn products_are_those_of_the_codes_times_their_scales() {
-        for (inputs, outputs, channels) in [(1, 3, 32), (3, 40, 96), (1, 700, 576), (9, 300, 64)] {
+        for (inputs, outputs, channels) in [(1, 3, 32), (3, 40, 96), (1, 701, 576), (9, 301, 64)] {
             let weight: Vec<_> =
                 (0..outputs * channels).map(|at| (at * 37 % 1009) as f32 / 250.0 - 2.0).collect();
             let input: Vec<_> =
@@ -206,8 +221,10 @@ mod tests {
                 assert!((value(at) - f64::from(*expected)).abs() <= half_a_step);
             }
             let mut found = vec![f32::NAN; inputs * outputs];
-            let view = Int8View { codes: &codes, scales: &scales };
-            int8_matmul(&input, view, [outputs, channels], &mut found).unwrap();
+            let view = Int8Weight { codes: &codes, scales: &scales };
+            rayon::scope(|_| {
+                int8_weight_matmul(&input, view, [outputs, channels], &mut found).unwrap();
+            });
             for (at, found) in found.into_iter().enumerate() {
                 let (row, output) = (at / outputs, at % outputs);
                 let terms = (0..channels).map(|channel| {

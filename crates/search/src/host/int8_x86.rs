@@ -77,10 +77,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     }
 
     #[inline(always)]
-    fn bytes(self, bytes: &[i8; 4 * LANES]) -> Self::Bytes {
-        cast(*bytes)
-    }
-    #[inline(always)]
     fn repeat(self, bytes: &[i8; 4]) -> Self::Bytes {
         [call!(_mm256_set1_epi32(cast(*bytes))); 2]
     }
@@ -97,10 +93,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
             elements[1][half] = call!(_mm256_shuffle_epi8(table, upper));
         }
         elements
-    }
-    #[inline(always)]
-    fn store_bytes(self, bytes: Self::Bytes) -> [i8; 4 * LANES] {
-        cast(bytes)
     }
     #[inline(always)]
     fn dot<const N: usize>(
@@ -128,10 +120,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
             }
         }
         sums
-    }
-    #[inline(always)]
-    fn ints(self, values: &[i32; LANES]) -> Self::Ints {
-        cast(*values)
     }
     #[inline(always)]
     fn repeat_int(self, value: i32) -> Self::Ints {
@@ -169,16 +157,8 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         [call!(_mm256_cvtepi32_ps(ints[0])), call!(_mm256_cvtepi32_ps(ints[1]))]
     }
     #[inline(always)]
-    fn floats(self, values: &[f32; LANES]) -> Self::Floats {
-        cast(*values)
-    }
-    #[inline(always)]
     fn repeat_float(self, value: f32) -> Self::Floats {
         [call!(_mm256_set1_ps(value)); 2]
-    }
-    #[inline(always)]
-    fn store(self, floats: Self::Floats) -> [f32; LANES] {
-        cast(floats)
     }
     #[inline(always)]
     fn add(self, left: Self::Floats, right: Self::Floats) -> Self::Floats {
@@ -233,10 +213,6 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    fn bytes(self, bytes: &[i8; 4 * LANES]) -> Self::Bytes {
-        cast(*bytes)
-    }
-    #[inline(always)]
     fn repeat(self, bytes: &[i8; 4]) -> Self::Bytes {
         call!(_mm512_set1_epi32(cast(*bytes)))
     }
@@ -249,10 +225,6 @@ impl Lanes for Avx512 {
         [call!(_mm512_shuffle_epi8(table, lower)), call!(_mm512_shuffle_epi8(table, upper))]
     }
     #[inline(always)]
-    fn store_bytes(self, bytes: Self::Bytes) -> [i8; 4 * LANES] {
-        cast(bytes)
-    }
-    #[inline(always)]
     fn dot<const N: usize>(
         self,
         mut sums: Self::Ints,
@@ -263,10 +235,6 @@ impl Lanes for Avx512 {
             sums = call!(_mm512_dpbusd_epi32(sums, elements[at], integers[at]));
         }
         sums
-    }
-    #[inline(always)]
-    fn ints(self, values: &[i32; LANES]) -> Self::Ints {
-        cast(*values)
     }
     #[inline(always)]
     fn repeat_int(self, value: i32) -> Self::Ints {
@@ -293,16 +261,8 @@ impl Lanes for Avx512 {
         call!(_mm512_cvtepi32_ps(ints))
     }
     #[inline(always)]
-    fn floats(self, values: &[f32; LANES]) -> Self::Floats {
-        cast(*values)
-    }
-    #[inline(always)]
     fn repeat_float(self, value: f32) -> Self::Floats {
         call!(_mm512_set1_ps(value))
-    }
-    #[inline(always)]
-    fn store(self, floats: Self::Floats) -> [f32; LANES] {
-        cast(floats)
     }
     #[inline(always)]
     fn add(self, left: Self::Floats, right: Self::Floats) -> Self::Floats {

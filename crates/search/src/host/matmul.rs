@@ -30,7 +30,7 @@ const CHANNELS: usize = 768;
 /// which decoded channels are kept.
 const INPUT_ROWS: usize = 64;
 /// Largest number of lanes of f32.
-const LANES: usize = 16;
+const MAX_LANES: usize = 16;
 /// Number of packed rows decoded side by side if the input is read once.
 const TOGETHER: usize = 2;
 /// Number of packed rows per parallel task.
@@ -121,7 +121,7 @@ impl Memory {
         let [decoded, sums] = match (input.rows <= INPUTS, steps) {
             (true, _) => [0, 0],
             (false, 1) => [DECODED * step, 0],
-            (false, _) => [DECODED * step, DECODED * INPUT_ROWS * LANES],
+            (false, _) => [DECODED * step, DECODED * INPUT_ROWS * MAX_LANES],
         };
         Self { decoded: Aligned::zeros(decoded), sums: Aligned::zeros(sums), step }
     }
@@ -135,8 +135,8 @@ struct Aligned {
 
 impl Aligned {
     fn zeros(len: usize) -> Self {
-        let values = vec![0.0; len + LANES - 1];
-        let first = values.as_ptr().align_offset(64).min(LANES - 1);
+        let values = vec![0.0; len + MAX_LANES - 1];
+        let first = values.as_ptr().align_offset(64).min(MAX_LANES - 1);
         Self { values, first }
     }
 
@@ -273,13 +273,13 @@ impl Products<'_> {
                     let mut from = inputs.start;
                     while from < inputs.end {
                         // As many sums as there are registers: 32 with AVX-512, else 16.
-                        let tile = match (S::F32_LANES == LANES, inputs.end - from) {
+                        let tile = match (S::F32_LANES == MAX_LANES, inputs.end - from) {
                             (true, 6..) => 6,
                             (_, 3..) => 3,
                             _ => 1,
                         };
                         for row in (0..rows).step_by(ROWS) {
-                            let place = Place { block: inputs.start, from, row, rows, begin, end };
+                            let place = Tile { block: inputs.start, from, row, rows, begin, end };
                             let (decoded, sums) = (&decoded[..], sums.slice_mut());
                             match tile {
                                 6 => place
@@ -317,7 +317,7 @@ fn decode<S: Simd, const BLOCKS: usize>(
 }
 
 /// Some rows of the input and decoded rows, in some channels.
-struct Place {
+struct Tile {
     /// First row of the input whose sums are kept.
     block: usize,
     from: usize,
@@ -328,7 +328,7 @@ struct Place {
     end: usize,
 }
 
-impl Place {
+impl Tile {
     /// Sums the products of each of `M` rows of the input with each of `ROWS` rows of the weight.
     #[inline(always)]
     fn dots<S: Simd, const M: usize>(
@@ -391,7 +391,7 @@ impl Place {
     }
 }
 
-/// Sums products of rows that are decoded on the fly: the same sums as [`Place::dots`], in the same
+/// Sums products of rows that are decoded on the fly: the same sums as [`Tile::dots`], in the same
 /// order.
 #[inline(always)]
 fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
@@ -464,13 +464,13 @@ mod tests {
 
     use super::*;
 
-    /// Includes a last group that is not whole, and fewer last rows of the weight than are decoded
-    /// together.
+    /// Includes a last group that is not whole, fewer last rows of the weight than are decoded
+    /// together, more rows of the input than are summed together, and tasks of several threads.
     #[test]
     fn sums_do_not_depend_on_how_many_rows_there_are() {
-        const INPUT_ROWS: usize = 9;
+        const ALL: usize = INPUT_ROWS + 1;
         // The last shape exceeds the limit of one thread.
-        let shapes = [(16, 80, 37), (16, 96, 40), (32, 96, 37), (16, 4096, 37)];
+        let shapes = [(16, 80, 37), (16, 96, 40), (32, 96, 37), (16, 800, 37), (16, 4096, 37)];
         for (block_size, channels, outputs) in shapes {
             let codes: Vec<_> =
                 (0..outputs * channels / 2).map(|at| (at * 37 % 251) as u8).collect();
@@ -485,7 +485,7 @@ mod tests {
                 tensor_scale: &tensor_scale,
             };
             let input: Vec<_> =
-                (0..INPUT_ROWS * channels).map(|at| (at * 13 % 101) as f32 / 7.0 - 6.0).collect();
+                (0..ALL * channels).map(|at| (at * 13 % 101) as f32 / 7.0 - 6.0).collect();
             let of = |rows: usize| {
                 let mut output = vec![f32::NAN; rows * outputs];
                 let input = &input[..rows * channels];
@@ -493,10 +493,13 @@ mod tests {
                 matmul(input, weight, shape, Activations::F32, &mut output).unwrap();
                 output
             };
-            let all = of(INPUT_ROWS);
+            let all = of(ALL);
             assert!(all.iter().all(|sum| sum.is_finite()));
-            for rows in 1..INPUT_ROWS {
-                assert_eq!(of(rows), all[..rows * outputs], "{rows} x {channels}, {block_size}");
+            for rows in (1..10).chain([INPUT_ROWS - 1, INPUT_ROWS, ALL]) {
+                let expected = &all[..rows * outputs];
+                assert_eq!(of(rows), expected, "{rows} x {channels}, {block_size}");
+                let in_pool = rayon::scope(|_| of(rows));
+                assert_eq!(in_pool, expected, "{rows} x {channels}, {block_size}, in the pool");
             }
         }
     }

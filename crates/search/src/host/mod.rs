@@ -26,6 +26,7 @@
 //! | `int8_lanes.rs`          | sums of products of bytes                                   |
 //! | `int8_x86.rs`, `int8_neon.rs` | the same with the instructions of a processor          |
 //! | `int8_instructions.rs`   | the choice of these instructions                            |
+//! | `dots.rs`                | dot products of dense rows                                  |
 //! | `hadamard.rs`            | the Hadamard transform                                      |
 //! | `decoder/`               | a decoder besides its quantized products                    |
 //! | `int8_weight.rs`         | matrices of signed bytes, for output layers                 |
@@ -41,6 +42,7 @@ mod coordinate_descent;
 mod decode;
 mod decoder;
 mod dequantize;
+mod dots;
 mod element;
 mod fake_quantize;
 mod four_over_six;
@@ -75,7 +77,7 @@ pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
 pub use fake_quantize::{DequantTarget, fake_quantize};
 pub use hadamard::hadamard;
-pub use int8_weight::{INT8_BLOCK, Int8View, int8_matmul, quantize_int8};
+pub use int8_weight::{INT8_BLOCK, Int8Weight, int8_weight_matmul, quantize_int8};
 pub use matmul::matmul;
 pub use quantize::{quantize, quantize_by_importance, quantize_packed};
 pub use view::View;

@@ -2,12 +2,13 @@
 
 use rayon::prelude::*;
 
+use super::arch::is_worth_threads;
 use super::element::HostElement;
 
 /// Number of packed rows of a panel.
 pub(super) const PANEL: usize = 16;
-/// Number of values that one thread writes before another one would have woken up.
-const ONE_THREAD: usize = 1 << 16;
+/// Number of values that a thread writes in a microsecond.
+const PER_MICROSECOND: usize = 1 << 12;
 
 /// Writes products `[panels, inputs, PANEL]` as `[inputs, outputs]`.
 pub(super) fn write<T: HostElement>(products: &[f32], inputs: usize, output: &mut [T]) {
@@ -18,9 +19,9 @@ pub(super) fn write<T: HostElement>(products: &[f32], inputs: usize, output: &mu
             T::write(&products[..output.len()], output);
         }
     };
-    if output.len() <= ONE_THREAD {
-        output.chunks_mut(outputs).enumerate().for_each(row);
-    } else {
+    if is_worth_threads(output.len(), PER_MICROSECOND) {
         output.par_chunks_mut(outputs).enumerate().for_each(row);
+    } else {
+        output.chunks_mut(outputs).enumerate().for_each(row);
     }
 }

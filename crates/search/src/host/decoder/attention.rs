@@ -8,7 +8,8 @@ use rayon::prelude::*;
 
 use super::exp::exp;
 use crate::error::SearchError;
-use crate::host::arch::arch;
+use crate::host::arch::{arch, is_worth_threads};
+use crate::host::dots::dots;
 
 /// Largest `head_dim`: heads of a task are on its stack.
 pub const MAX_HEAD_DIM: usize = 256;
@@ -17,8 +18,8 @@ pub const MAX_HEAD_DIM: usize = 256;
 const QUERIES: usize = 4;
 /// Number of keys whose scores are kept: with their values they stay in the first-level cache.
 const KEYS: usize = 64;
-/// Number of multiplications that one thread completes before another one would have woken up.
-const ONE_THREAD: usize = 1 << 17;
+/// Number of multiplications of a thread in a microsecond.
+const PER_MICROSECOND: usize = 1 << 13;
 
 /// Lengths of the axes of [`attention`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,10 +118,10 @@ pub fn attention(
         arch().dispatch(Group { queries, keys, values, rotary, position, head_dim });
     };
     let read: usize = positions.iter().map(|position| position + 1).sum();
-    if 2 * batch * heads * head_dim * read <= ONE_THREAD {
-        queries.chunks_mut(group * head_dim).enumerate().for_each(task);
-    } else {
+    if is_worth_threads(2 * batch * heads * head_dim * read, PER_MICROSECOND) {
         queries.par_chunks_mut(group * head_dim).enumerate().for_each(task);
+    } else {
+        queries.chunks_mut(group * head_dim).enumerate().for_each(task);
     }
     Ok(())
 }
@@ -173,7 +174,7 @@ impl Group<'_> {
             // Scores beyond the last key have no weight.
             let mut scores = [[f32::NEG_INFINITY; KEYS]; M];
             for (at, key) in keys.chunks_exact(dim).enumerate() {
-                let dots = dots::<S, M>(simd, rotated, key);
+                let dots = dots::<S, M, 1>(simd, key, rotated, |_| ());
                 for (scores, dot) in scores.iter_mut().zip(dots) {
                     scores[at] = dot;
                 }
@@ -201,8 +202,8 @@ impl Group<'_> {
 /// Reduces scores lane by lane first, which the compiler vectorizes.
 #[inline(always)]
 fn reduced(scores: &[f32; KEYS], reduce: impl Fn(f32, f32) -> f32) -> f32 {
-    const LANES: usize = 16;
-    let (chunks, _) = scores.as_chunks::<LANES>();
+    const WIDTH: usize = 16;
+    let (chunks, _) = scores.as_chunks::<WIDTH>();
     let mut lanes = chunks[0];
     for chunk in &chunks[1..] {
         for (lane, score) in lanes.iter_mut().zip(chunk) {
@@ -210,28 +211,6 @@ fn reduced(scores: &[f32; KEYS], reduce: impl Fn(f32, f32) -> f32) -> f32 {
         }
     }
     lanes.into_iter().reduce(reduce).expect("some lanes")
-}
-
-/// Computes the products of each query with a key.
-#[inline(always)]
-fn dots<S: Simd, const M: usize>(simd: S, queries: [&[f32]; M], key: &[f32]) -> [f32; M] {
-    let (key, key_tail) = S::as_simd_f32s(key);
-    let mut sums = [simd.splat_f32s(0.0); M];
-    for head in 0..M {
-        let query = &S::as_simd_f32s(queries[head]).0[..key.len()];
-        for at in 0..key.len() {
-            sums[head] = simd.mul_add_f32s(query[at], key[at], sums[head]);
-        }
-    }
-    let mut dots = [0f32; M];
-    for head in 0..M {
-        dots[head] = simd.reduce_sum_f32s(sums[head]);
-        let tail = S::as_simd_f32s(queries[head]).1;
-        for (query, key) in tail.iter().zip(key_tail) {
-            dots[head] += query * key;
-        }
-    }
-    dots
 }
 
 /// Adds values, each times its score, to the outputs of each query.

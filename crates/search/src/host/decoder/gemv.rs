@@ -7,10 +7,14 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::error::SearchError;
-use crate::host::arch::arch;
+use crate::host::arch::{arch, is_worth_threads};
+use crate::host::decode::{prefetch, prefetch_distance};
+use crate::host::dots::dots;
 
-/// Number of values of a weight that one thread reads before another one would have woken up.
-const ONE_THREAD: usize = 1 << 16;
+/// Number of values of a weight that a thread reads in a microsecond.
+const PER_MICROSECOND: usize = 1 << 12;
+/// Number of values of a weight per parallel task of whole rows.
+const TASK: usize = 1 << 16;
 /// Number of columns that a task multiplies at least: their sums stay in the first-level cache, and
 /// a row of them is enough for prefetching.
 const COLUMNS: usize = 256;
@@ -24,10 +28,10 @@ const ROWS: usize = 4;
 pub fn gemv(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), SearchError> {
     let n = output.len();
     check_length("weight", input.len() * n, weight.len())?;
-    let columns = if weight.len() <= ONE_THREAD {
-        n
-    } else {
+    let columns = if is_worth_threads(weight.len(), PER_MICROSECOND) {
         n.div_ceil(rayon::current_num_threads()).next_multiple_of(16).max(COLUMNS)
+    } else {
+        n
     };
     let task = |(task, output): (usize, &mut [f32])| {
         arch().dispatch(Columns { input, weight, n, first: task * columns, output });
@@ -54,11 +58,11 @@ pub fn gemv_rows(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<()
     let task = |(weight, output): (&[f32], &mut [f32])| {
         arch().dispatch(Rows { input, weight, output });
     };
-    if weight.len() <= ONE_THREAD {
-        task((weight, output));
-    } else {
-        let rows = (ONE_THREAD / k).max(1);
+    if is_worth_threads(weight.len(), PER_MICROSECOND) {
+        let rows = (TASK / k).max(1);
         weight.par_chunks(rows * k).zip(output.par_chunks_mut(rows)).for_each(task);
+    } else {
+        task((weight, output));
     }
     Ok(())
 }
@@ -109,37 +113,15 @@ impl WithSimd for Rows<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { input, weight, output } = self;
         let k = input.len().max(1);
+        let distance = prefetch_distance(ROWS * k * size_of::<f32>());
         for (weight, output) in weight.chunks(ROWS * k).zip(output.chunks_mut(ROWS)) {
             // Rows beyond the last repeat it.
             let row = |at: usize| &weight[at.min(output.len() - 1) * input.len()..][..input.len()];
-            let dots = dots(simd, input, from_fn(row));
+            let dots =
+                dots::<S, ROWS, 2>(simd, input, from_fn(row), |next| prefetch(next, distance));
             output.copy_from_slice(&dots[..output.len()]);
         }
     }
-}
-
-/// Computes the products of a row with several others, which are read as several streams.
-#[inline(always)]
-fn dots<S: Simd>(simd: S, input: &[f32], rows: [&[f32]; ROWS]) -> [f32; ROWS] {
-    let (input, input_tail) = S::as_simd_f32s(input);
-    let mut sums = [[simd.splat_f32s(0.0); 2]; ROWS];
-    let vectors: [&[S::f32s]; ROWS] = from_fn(|row| &S::as_simd_f32s(rows[row]).0[..input.len()]);
-    for at in 0..input.len() {
-        for row in 0..ROWS {
-            let sum = &mut sums[row][at % 2];
-            *sum = simd.mul_add_f32s(vectors[row][at], input[at], *sum);
-        }
-    }
-    let mut dots = [0f32; ROWS];
-    for row in 0..ROWS {
-        let [even, odd] = sums[row];
-        dots[row] = simd.reduce_sum_f32s(simd.add_f32s(even, odd));
-        let tail = S::as_simd_f32s(rows[row]).1;
-        for (value, input) in tail.iter().zip(input_tail) {
-            dots[row] += value * input;
-        }
-    }
-    dots
 }
 
 #[cfg(test)]
@@ -154,8 +136,11 @@ mod tests {
             let by_row: Vec<_> = (0..k * n).map(|at| value(at / n, at % n)).collect();
             let by_column: Vec<_> = (0..k * n).map(|at| value(at % k, at / k)).collect();
             let (mut found, mut found_by_rows) = (vec![f32::NAN; n], vec![f32::NAN; n]);
-            gemv(&input, &by_row, &mut found).unwrap();
-            gemv_rows(&input, &by_column, &mut found_by_rows).unwrap();
+            // Inside the pool other threads are worth their while earlier.
+            rayon::scope(|_| {
+                gemv(&input, &by_row, &mut found).unwrap();
+                gemv_rows(&input, &by_column, &mut found_by_rows).unwrap();
+            });
             for column in 0..n {
                 let terms = input.iter().enumerate();
                 let terms = terms.map(|(row, x)| f64::from(*x) * f64::from(value(row, column)));

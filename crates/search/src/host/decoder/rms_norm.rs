@@ -23,7 +23,7 @@ pub fn rms_norm(
     }
     let cols = weight.len();
     let row = |(input, output): (&[f32], &mut [f32])| {
-        arch().dispatch(Row { input, weight, epsilon, output });
+        arch().dispatch(NormRow { input, weight, epsilon, output });
     };
     if input.len() <= TASK {
         input.chunks(cols).zip(output.chunks_mut(cols)).for_each(row);
@@ -52,7 +52,7 @@ pub fn add_rms_norm(
         for (hidden, update) in hidden.iter_mut().zip(&*update) {
             *hidden += update;
         }
-        arch().dispatch(Row { input: hidden, weight, epsilon, output: update });
+        arch().dispatch(NormRow { input: hidden, weight, epsilon, output: update });
     };
     if hidden.len() <= TASK {
         hidden.chunks_mut(cols).zip(update.chunks_mut(cols)).for_each(row);
@@ -68,14 +68,14 @@ fn check(weight: &[f32], input: usize, output: usize) -> Result<(), SearchError>
     Ok(check_length("output", input, output)?)
 }
 
-struct Row<'a> {
+struct NormRow<'a> {
     input: &'a [f32],
     weight: &'a [f32],
     epsilon: f32,
     output: &'a mut [f32],
 }
 
-impl WithSimd for Row<'_> {
+impl WithSimd for NormRow<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -428,8 +428,8 @@ fn missing(source: &std::io::Error) -> &'static str {
 fn wider(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::F16 => "choose BF16",
-        Dtype::BF16 => "choose F32",
-        _ => "keep the weight, or scale it down",
+        Dtype::BF16 => "choose F32, or leave it in its dtype",
+        _ => "keep the weight without a cast, or scale it down",
     }
 }
 

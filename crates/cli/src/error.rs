@@ -16,6 +16,15 @@ pub(crate) enum CliError {
     /// A checkpoint cannot be read or written.
     #[error("{}{}", with_dashes(.0), remedy(.0))]
     Checkpoint(#[from] CheckpointError),
+    /// The result of a run that is to be resumed exists.
+    #[error(
+        "{}: already exists, so no run is left to resume; keep it if it is the result of this \
+         command, else remove it, or write to another path", .path.display()
+    )]
+    NothingToResume {
+        /// The result.
+        path: PathBuf,
+    },
     /// Nothing is where the input should be.
     #[error("{}: no such file or folder; check the path", .path.display())]
     NoInput {

@@ -454,7 +454,23 @@ fn touch(path: &Path) {
 }
 
 #[test]
-fn a_run_that_is_finished_or_whose_config_was_touched_is_resumed() {
+fn statistics_that_no_method_needs_may_come_after_an_interruption() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", LARGE);
+    let first = model::tensors(LARGE).into_iter().find(|tensor| tensor.name.contains("_proj"));
+    let model::Tensor { name, shape, .. } = first.expect("a layer");
+    let bytes = (0..shape[1]).flat_map(|_| 1_f32.to_le_bytes()).collect();
+    let (dtype, shape) = (safetensors::Dtype::F32, vec![shape[1]]);
+    let moments = [model::Tensor { name, dtype, shape, bytes }];
+    model::write(&folder.path().join("moments.safetensors"), &moments);
+    let mut child = start(folder.path(), &[]);
+    child.kill().expect("it is killed");
+    child.wait().expect("it ended");
+    succeeds(folder.path(), "quantize model --out out --calibration moments.safetensors --resume");
+}
+
+#[test]
+fn a_run_whose_config_was_touched_is_resumed_and_a_finished_one_is_not() {
     let folder = tempdir().expect("a folder");
     let path = model::model(folder.path(), "model", LARGE);
     let mut child = start(folder.path(), &[]);
@@ -464,17 +480,10 @@ fn a_run_that_is_finished_or_whose_config_was_touched_is_resumed() {
     touch(&path.join("model.safetensors.index.json"));
     let resume = "quantize model --out out --resume";
     succeeds(folder.path(), resume);
-    let (code, said, note) = run(folder.path(), resume);
-    assert!(
-        note.contains("note: out: finished by an earlier run; nothing is left to do"),
-        "{note}"
-    );
-    assert!(code == 0 && said.ends_with("\nnext: fp4 inspect out\n"), "{said}");
-    let report = succeeds(folder.path(), &format!("{resume} --json"));
-    assert!(serde_json::from_str::<serde_json::Value>(&report).is_ok(), "{report}");
-    // It is the result of another command.
-    for other in ["--dialect modelopt", "--keep *.o_proj"] {
-        fails(folder.path(), &format!("{resume} {other}"), 2, &["out: already exists; remove it"]);
+    // Its files do not say which method made them.
+    for other in ["", " --method amax", " --dialect modelopt", " --json", " --dry-run"] {
+        let says = ["out: already exists, so no run is left to resume; keep it if"];
+        fails(folder.path(), &format!("{resume}{other}"), 2, &says);
     }
 }
 

@@ -209,28 +209,19 @@ impl Planned<'_> {
     fn check(&self, folder: &Path) -> Result<(), CheckpointError> {
         for planned in &self.plan.files {
             let path = Self::path(folder, &planned.name);
-            if !has_form(&path, planned).map_err(CheckpointError::io(&path))? {
+            let io = || CheckpointError::io(&path);
+            let mut file = File::open(&path).map_err(io())?;
+            let length = file.metadata().map_err(io())?.len();
+            let mut header = vec![0; planned.header.len()];
+            let same = length == planned.length
+                && file.read_exact(&mut header).is_ok()
+                && header == planned.header;
+            if !same {
                 let differs = "its length or header is another".to_owned();
                 return Err(CheckpointError::OtherTask { path, differs });
             }
         }
         Ok(())
-    }
-
-    /// Returns true if a finished write of this plan is at a path: files of the same lengths and
-    /// headers, with the same configs. Numbers are not looked at.
-    pub fn is_at(&self, path: &Path) -> bool {
-        let file = |planned: &PlannedFile| {
-            let path = match planned.name.as_str() {
-                "" => path.to_owned(),
-                name => path.join(name),
-            };
-            has_form(&path, planned).is_ok_and(|same| same)
-        };
-        let text = |(name, text): &(String, String)| {
-            fs::read(path.join(name)).is_ok_and(|found| found == text.as_bytes())
-        };
-        self.plan.files.iter().all(file) && self.plan.texts.iter().flatten().all(text)
     }
 
     /// Checks that what is not on the disk yet has room there.
@@ -249,15 +240,6 @@ impl Planned<'_> {
             Some(_) | None => Ok(()),
         }
     }
-}
-
-/// Returns true if a file has the length and the header of a planned one.
-fn has_form(path: &Path, planned: &PlannedFile) -> std::io::Result<bool> {
-    let mut file = File::open(path)?;
-    let mut header = vec![0; planned.header.len()];
-    Ok(file.metadata()?.len() == planned.length
-        && file.read_exact(&mut header).is_ok()
-        && header == planned.header)
 }
 
 fn one_line(text: &str) -> String {

@@ -114,7 +114,7 @@ pub(crate) struct Arguments {
     #[arg(long, requires = "dry_run")]
     all: bool,
     /// Cast the matrices that stay in f32 or f64, such as embeddings, to bf16 or f16. The default
-    /// leaves them as they are. A value beyond the range of f16 is an error.
+    /// leaves them in their dtype. A value beyond the range of the new dtype is an error.
     #[arg(long, value_name = "DTYPE", value_parser = narrow)]
     cast_kept: Option<Dtype>,
     /// Go on where an interrupted run of the same command stopped.
@@ -160,13 +160,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     resolved.cast_kept = arguments.cast_kept;
     let dialect = resolved.dialect();
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose();
-    let (out, finished) = match out {
-        // A run that is resumed may have ended.
-        Err(CliError::Checkpoint(CheckpointError::Exists { path })) if arguments.resume => {
-            (None, Some(path))
+    let out = out.map_err(|error| match error {
+        CliError::Checkpoint(CheckpointError::Exists { path }) if arguments.resume => {
+            CliError::NothingToResume { path }
         }
-        out => (out?, None),
-    };
+        error => error,
+    })?;
     let selection = Selection::of(&model, &resolved.policy);
     let mut selection = selection.map_err(|error| arguments.options.named(error))?;
     let refused = match refusal(&mut selection, &model) {
@@ -184,14 +183,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let (settings, device) = (resolved.settings(), arguments.device);
     let base = resolved.policy.base();
     let report = Report::new(settings, base, device, &model, &outline, &selection, &planned);
-    if let Some(path) = finished {
-        if !planned.is_at(&path) {
-            return Err(CheckpointError::Exists { path }.into());
-        }
-        note(format!("{}: finished by an earlier run; nothing is left to do", path.display()));
-        let quantized = selection.groups.iter().map(Vec::len).sum();
-        return finish(arguments.json, &path, &report, Errors::new(&model, quantized, Vec::new()));
-    }
     let statistics = statistics.as_ref();
     let jobs = jobs(&model, &selection, &planned, statistics);
     let memory = memory(arguments.memory, &model, &jobs)?;
@@ -443,14 +434,18 @@ fn memory(asked: Option<Size>, model: &Model<'_>, jobs: &[Job]) -> Result<u64, C
 /// Describes all choices that decide about the bytes written, one in each part. A resumed run
 /// compares the parts and names the first that differs.
 fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, CliError> {
-    let settings = serde_json::to_value(resolved.settings()).expect("texts and numbers");
+    // Statistics that no method needs only measure.
+    let calibrated = |file: PathBuf| resolved.is_calibrated().then_some(file);
+    let mut settings = resolved.settings();
+    settings.calibration = settings.calibration.and_then(calibrated);
+    let calibration = settings.calibration.clone();
+    let settings = serde_json::to_value(settings).expect("texts and numbers");
     let option = |(name, value): (&String, &serde_json::Value)| format!("{name} {value}");
     let options: Vec<_> = settings.as_object().expect("fields").iter().map(option).collect();
     let mut task = format!("{}; from {}", options.join("; "), checkpoint.dialect());
     let container = checkpoint.container();
     let files = container.files().map(|(path, _)| path.to_owned());
     let configs: Vec<_> = container.configs().collect();
-    let calibration = resolved.policy.recipe().calibration.clone();
     for path in files.chain(configs.clone()).chain(calibration) {
         let file = |source| CliError::File { path: path.clone(), source };
         let metadata = std::fs::metadata(&path).map_err(file)?;

@@ -226,11 +226,11 @@ impl ResolvedOptions {
     }
 
     /// Returns true if a method that is asked for needs statistics.
-    fn is_calibrated(&self) -> bool {
+    pub(super) fn is_calibrated(&self) -> bool {
         self.policy.schemes().any(|how| how.method.row().calibrated)
     }
 
-    /// All that decides about bytes.
+    /// All that decides about bytes, and the file that errors of outputs are measured with.
     pub(super) fn settings(&self) -> Settings {
         let (recipe, base) = (self.policy.recipe().clone(), self.policy.base());
         Settings {
@@ -319,7 +319,7 @@ pub(super) struct Settings {
     last_layers_high_precision: usize,
     /// None: as readers of the dialect need it.
     together: Option<bool>,
-    calibration: Option<PathBuf>,
+    pub(super) calibration: Option<PathBuf>,
     /// Other choices for some weights, as the recipe has them.
     weights: Vec<RecipeWeights>,
     /// None: matrices that stay keep their dtype.

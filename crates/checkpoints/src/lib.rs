@@ -89,6 +89,7 @@ mod traps;
 mod weight;
 mod write;
 
+pub use architecture::TransformersLoad;
 pub use burn_fp4_policy::{Matcher, Pattern, Syntax};
 pub use checkpoint::Checkpoint;
 pub use container::gguf::Metadata as GgufMetadata;

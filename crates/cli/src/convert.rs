@@ -248,7 +248,7 @@ fn result_notes(
     if !copied && !formats.is_empty() {
         notes.extend(readers::notes(dialect, formats)?);
         notes.extend(readers::cache_note(dialect, model));
-        notes.extend(readers::dtype_note(dialect, model).filter(|_| model.gguf.is_none()));
+        notes.extend(readers::transformers_note(dialect, model).filter(|_| model.gguf.is_none()));
     }
     Ok(notes)
 }

@@ -2,7 +2,7 @@
 
 use burn_fp4_checkpoints::dialect::{Known, ReadBy, writer, written};
 use burn_fp4_checkpoints::selection::DEFAULT;
-use burn_fp4_checkpoints::{Model, Value, Weight};
+use burn_fp4_checkpoints::{Model, TransformersLoad, Value, Weight};
 use burn_fp4_search::formats::Fp4Format;
 
 use crate::error::CliError;
@@ -118,11 +118,15 @@ pub(crate) fn turned_note(dialect: &str) -> Result<String, CliError> {
     })
 }
 
-/// Describes how transformers loads FP4 weights of compressed-tensors if the other weights are not
-/// bf16: it decodes to bf16, and does not multiply numbers of two dtypes. None also for models that
-/// it does not load: of unknown architectures, or with layers `[inputs, outputs]`.
-pub(crate) fn dtype_note(dialect: &str, model: &Model<'_>) -> Option<String> {
-    model.architecture()?;
+/// Describes how transformers loads FP4 weights of compressed-tensors where the plain call does
+/// not: if its code needs them decoded, or if the other weights are not bf16, as it decodes to bf16
+/// and does not multiply numbers of two dtypes. None also for unknown architectures and layers
+/// `[inputs, outputs]`.
+pub(crate) fn transformers_note(dialect: &str, model: &Model<'_>) -> Option<String> {
+    let (architecture, load) = (model.architecture()?, model.transformers_load()?);
+    if dialect != DEFAULT {
+        return None;
+    }
     let turned = |weight: &Weight<'_>| match &weight.value {
         Value::Fp4(fp4) => fp4.transposed && fp4.shape.len() == 2,
         Value::Plain(_) | Value::Fp8(_) => false,
@@ -148,11 +152,21 @@ pub(crate) fn dtype_note(dialect: &str, model: &Model<'_>) -> Option<String> {
         });
         known.next()
     };
-    let dtype = stated.or_else(found).filter(|dtype| *dtype != "bfloat16")?;
-    (dialect == DEFAULT).then(|| {
-        format!(
+    let dtype = stated.or_else(found).filter(|dtype| *dtype != "bfloat16");
+    let decodes = "quantization_config=CompressedTensorsConfig(run_compressed=False)";
+    Some(match (load, dtype) {
+        (TransformersLoad::Packed, None) => return None,
+        (TransformersLoad::Packed, Some(dtype)) => format!(
             "the model is in {dtype}, and transformers decodes FP4 to bfloat16: load the result \
              with from_pretrained(.., dtype=\"bfloat16\")"
-        )
+        ),
+        (TransformersLoad::Decoded, _) => format!(
+            "the code of `{architecture}` in transformers needs decoded weights: load the result \
+             with from_pretrained(.., dtype=\"bfloat16\", {decodes})"
+        ),
+        (TransformersLoad::Never, _) => format!(
+            "transformers stacks the experts of `{architecture}` and leaves the quantized ones \
+             out: do not load the result with it"
+        ),
     })
 }

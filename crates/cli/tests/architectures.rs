@@ -250,3 +250,53 @@ fn an_unknown_architecture_is_a_warning_with_the_plan_and_in_json() {
     assert!(!said.contains("warning"), "{said}");
     assert_eq!(self::names(parent.path()), ["model", "out"]);
 }
+
+#[test]
+fn the_output_layer_of_gpt_neox_is_ignored_by_its_name_in_transformers_too() {
+    let parent = tempdir().expect("a folder");
+    let shapes: [(&str, &[usize]); 2] = [
+        ("gpt_neox.layers.0.mlp.dense_h_to_4h.weight", &[64, 64]),
+        ("embed_out.weight", &[96, 64]),
+    ];
+    folder(parent.path(), "model", r#"{"model_type": "gpt_neox"}"#, &shapes);
+    succeeds(parent.path(), "quantize model --out out");
+    let config = fs::read_to_string(parent.path().join("out/config.json")).expect("a config");
+    for name in ["embed_out", "lm_head"] {
+        assert!(config.contains(&format!("\"{name}\"")), "{name}: {config}");
+    }
+}
+
+#[test]
+fn architectures_that_transformers_loads_in_another_way_or_not_at_all_are_noted() {
+    let parent = tempdir().expect("a folder");
+    for (kind, layer, says) in [
+        ("llama", "model.layers.0.mlp.up_proj.weight", None),
+        (
+            "t5",
+            "encoder.block.0.layer.1.DenseReluDense.wi.weight",
+            Some("CompressedTensorsConfig(run_compressed=False)"),
+        ),
+        (
+            "mixtral",
+            "model.layers.0.block_sparse_moe.experts.0.w2.weight",
+            Some("transformers stacks the experts of `mixtral`"),
+        ),
+    ] {
+        let config = format!(r#"{{"model_type": "{kind}", "dtype": "bfloat16"}}"#);
+        folder(parent.path(), kind, &config, &[(layer, &[64, 64])]);
+        for command in ["quantize", "convert"] {
+            let input = if command == "convert" { "-out" } else { "" };
+            let dialect = if command == "convert" { "--dialect compressed-tensors" } else { "" };
+            let run = run(
+                parent.path(),
+                &format!("{command} {kind}{input} --out {kind}{input}-out {dialect}"),
+            );
+            let (code, said) = (run.0, run.1 + &run.2);
+            assert_eq!(code, 0, "{kind}: {said}");
+            match says {
+                Some(says) => assert!(said.contains(says), "{command} {kind}: {said}"),
+                None => assert!(!said.contains("transformers"), "{command} {kind}: {said}"),
+            }
+        }
+    }
+}

@@ -9,6 +9,7 @@ use burn_fp4_policy::{Family, Matcher, Pattern, PolicyError, Role, Syntax, stem}
 
 use crate::weight::Model;
 pub(crate) use table::CONVOLUTION;
+pub use table::TransformersLoad;
 use table::{ANY, KEPT, LINEAR, MODALITY, ROWS, Row};
 
 /// The architecture of a model.
@@ -132,6 +133,14 @@ impl Model<'_> {
     #[must_use]
     pub fn architecture(&self) -> Option<&'static str> {
         Architecture::of(self).name()
+    }
+
+    /// Returns how transformers loads FP4 weights of compressed-tensors into the architecture, if
+    /// its layers are known.
+    #[must_use]
+    pub fn transformers_load(&self) -> Option<TransformersLoad> {
+        let Architecture { row, name, .. } = Architecture::of(self);
+        name.map(|_| row.transformers)
     }
 }
 

@@ -5,6 +5,19 @@
 //! classes of transformers by `tests/interop/architectures.py`, which makes a small model of every
 //! `model_type` here.
 
+/// How transformers 5 loads FP4 weights of compressed-tensors into an architecture, as
+/// `tests/interop/architectures.py` has seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TransformersLoad {
+    /// `from_pretrained(folder)`.
+    Packed,
+    /// Its code uses the weights of layers, which have to be decoded:
+    /// `quantization_config=CompressedTensorsConfig(run_compressed=False)`.
+    Decoded,
+    /// It stacks the experts in one tensor, and finds no weights for it.
+    Never,
+}
+
 /// The facts of an architecture.
 #[derive(Debug)]
 pub(crate) struct Row {
@@ -22,13 +35,15 @@ pub(crate) struct Row {
     pub(super) kept: &'static [(&'static str, &'static str)],
     /// Globs of modules that belong to another modality than the model.
     pub(super) modalities: &'static [&'static str],
-    /// Names of output layers that have no tensor in a file if they are tied to an embedding.
+    /// Names of output layers that may have no tensor in a file, as they are tied to an embedding,
+    /// or have another name there than in transformers.
     pub(super) tied: &'static [&'static str],
     /// Globs of modules in feed-forward networks, where the names of a preset do not tell them.
     pub(super) feed_forward: &'static [&'static str],
     /// Lists of name ends of layers that have one input if they have one parent. The first list
     /// with a layer's name counts; a list of one name is for a layer without a family.
     pub(super) families: &'static [&'static [&'static str]],
+    pub(super) transformers: TransformersLoad,
 }
 
 /// Modules of every architecture that stay, by glob, each with a description.
@@ -132,12 +147,13 @@ pub(super) const ANY: Row = Row {
         &["ffn_gate_exps", "ffn_up_exps"],
         &["q_a_proj", "kv_a_proj_with_mqa"],
     ],
+    transformers: TransformersLoad::Packed,
 };
 
 const GPT_NEOX: Row = Row {
     types: &["gpt_neox"],
     linear: &["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-    tied: &["embed_out"],
+    tied: &["embed_out", "lm_head"],
     families: &[],
     ..ANY
 };
@@ -165,7 +181,7 @@ const BERT: Row = Row {
 };
 
 /// The architectures.
-pub(super) const ROWS: [Row; 18] = [
+pub(super) const ROWS: [Row; 19] = [
     Row {
         types: &[
             "llama",
@@ -207,6 +223,7 @@ pub(super) const ROWS: [Row; 18] = [
             "experts.gate_up_proj",
         ],
         families: &[QKV, GATE_UP, &["w1", "w3"]],
+        transformers: TransformersLoad::Never,
         ..ANY
     },
     Row {
@@ -224,6 +241,7 @@ pub(super) const ROWS: [Row; 18] = [
             "experts.gate_up_proj",
         ],
         families: &[&["q_a_proj", "kv_a_proj_with_mqa"], GATE_UP],
+        transformers: TransformersLoad::Never,
         ..ANY
     },
     Row {
@@ -254,7 +272,8 @@ pub(super) const ROWS: [Row; 18] = [
         ..ANY
     },
     GPT_NEOX,
-    Row { types: &["falcon", "bloom"], tied: ANY.tied, ..GPT_NEOX },
+    Row { types: &["bloom"], tied: ANY.tied, ..GPT_NEOX },
+    Row { types: &["falcon"], tied: ANY.tied, transformers: TransformersLoad::Decoded, ..GPT_NEOX },
     OPT,
     Row { types: &["whisper"], tied: &["proj_out"], ..OPT },
     // Both of its modalities are the model.
@@ -316,6 +335,7 @@ pub(super) const ROWS: [Row; 18] = [
             &["EncDecAttention.k", "EncDecAttention.v"],
             &["wi_0", "wi_1"],
         ],
+        transformers: TransformersLoad::Decoded,
         ..ANY
     },
     // The scan takes the weights of the step, not the outputs of layers.
@@ -324,6 +344,7 @@ pub(super) const ROWS: [Row; 18] = [
         linear: &["in_proj", "out_proj"],
         kept: &[("*x_proj", STATE), ("*dt_proj", STATE)],
         families: &[],
+        transformers: TransformersLoad::Decoded,
         ..ANY
     },
 ];

@@ -297,7 +297,7 @@ impl ResolvedOptions {
         } else if model.gguf.is_some() && self.dialect() != GGUF {
             notes.push(readers::from_gguf_note(model));
         } else {
-            notes.extend(readers::dtype_note(self.dialect(), model));
+            notes.extend(readers::transformers_note(self.dialect(), model));
         }
         Ok(notes)
     }

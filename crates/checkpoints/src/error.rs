@@ -85,8 +85,7 @@ pub enum CheckpointError {
     },
     /// A field of a config or of a file's metadata is missing, or says something unknown.
     #[error(
-        "{}: `{field}`: expected {expected}, found {found}; correct it, or use another model",
-        .path.display()
+        "{}: `{field}`: expected {expected}, found {found}; {remedy}", .path.display()
     )]
     Field {
         /// The file.
@@ -97,6 +96,16 @@ pub enum CheckpointError {
         expected: &'static str,
         /// The value that is there.
         found: String,
+        /// The remedy.
+        remedy: &'static str,
+    },
+    /// A pattern of a config cannot be matched.
+    #[error("{}: {source}; write the pattern another way", .path.display())]
+    Pattern {
+        /// The config.
+        path: PathBuf,
+        /// The pattern, and its problem.
+        source: Box<PolicyError>,
     },
     /// Something is wrong with one tensor.
     #[error("{}tensor `{tensor}`: {problem}", in_file(.file))]
@@ -155,7 +164,7 @@ pub enum CheckpointError {
     },
     /// The checkpoint needs something that is refused.
     #[error(
-        "{}: {what}: not supported, because {because}; use a model without it", .path.display()
+        "{}: {what}: not supported, because {because}; {remedy}", .path.display()
     )]
     Refused {
         /// The file that says so.
@@ -164,6 +173,8 @@ pub enum CheckpointError {
         what: String,
         /// Why it is not read.
         because: &'static str,
+        /// The remedy.
+        remedy: &'static str,
     },
     /// The dialect is read, not written.
     #[error("the dialect `{dialect}` is only read; choose one of {}", .dialects.join(", "))]
@@ -411,6 +422,15 @@ pub enum TensorProblem {
         /// How its name ends.
         part: String,
     },
+    /// It is FP8, and another tensor may have its scales, which the dialect does not read.
+    #[error(
+        "it is FP8, and its scale may be `{scale}`, which this dialect does not read; name another \
+         dialect, or decode the weight first"
+    )]
+    UnreadScale {
+        /// The name of the other tensor.
+        scale: String,
+    },
     /// The codes and scales are no matrix of the format.
     #[error(transparent)]
     Format(#[from] FormatError),
@@ -456,7 +476,9 @@ fn in_file(file: &Path) -> String {
 /// The advice to open a folder instead of a file alone.
 fn folder_of(path: &Path) -> &'static str {
     match path.extension() {
-        Some(end) if end == "safetensors" => "open its folder if that has a config.json, or ",
+        Some(end) if end.eq_ignore_ascii_case("safetensors") => {
+            "open its folder if that has a config.json, or "
+        }
         _ => "",
     }
 }
@@ -491,6 +513,13 @@ impl CheckpointError {
     /// user allows that values change.
     pub const NOT_FOLDED_EXACTLY: &str =
         "a tensor scale that cannot be folded exactly; allow it to be inexact";
+
+    /// The remedy for a field that says something wrong.
+    pub(crate) const CORRECT: &str = "correct it, or use another model";
+    /// The remedy for a field that says something true.
+    pub(crate) const ANOTHER: &str = "use another model";
+    /// The remedy for a feature that is refused.
+    pub(crate) const WITHOUT: &str = "use a model without it";
 
     /// An error of the file system, of `path`.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {

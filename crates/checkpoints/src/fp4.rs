@@ -397,9 +397,9 @@ impl Fp4Weight<'_> {
         (0..stacked).zip(self.multipliers()).map(matrix).collect()
     }
 
-    /// The values in f64, `[.., rows, cols]`: products of element, block scale and multiplier are
-    /// exact, and quotients by a divisor are rounded once. The order in which a dialect multiplies
-    /// in f32 does not change them.
+    /// Returns the values in f64, `[.., rows, cols]`: products of element, block scale and
+    /// multiplier are exact, and quotients by a divisor are rounded once. The order in which a
+    /// dialect multiplies in f32 does not change them.
     ///
     /// ```
     /// use burn_fp4_checkpoints::{Fp4Weight, Numbers, TensorScale};

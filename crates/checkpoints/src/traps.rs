@@ -80,7 +80,7 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
     traps
 }
 
-/// The trap of layers that `config.json` counts and no weight is in.
+/// Finds layers that `config.json` counts and no weight is in.
 ///
 /// ```
 /// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight, missing_layers};

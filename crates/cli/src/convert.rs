@@ -56,9 +56,9 @@ pub(crate) struct Arguments {
     /// Decode records of ggml other than FP4, such as Q4_K, to floats: bf16 or f32.
     #[arg(long, value_name = "DTYPE", value_parser = float)]
     decode_ggml: Option<Dtype>,
-    /// Neither cast nor decode the weights of this name or pattern, as in `fp4 quantize`; may be
-    /// repeated. Weights that the dialect has no place for become bf16.
-    #[arg(long, value_name = "GLOB")]
+    /// Neither cast nor decode the weights of this name or pattern; may be repeated. Patterns are
+    /// those of `fp4 quantize --keep`. Weights that the dialect has no place for become bf16.
+    #[arg(long, value_name = "PATTERN")]
     keep: Vec<String>,
     /// Allow folding a tensor scale into block scales to change values, for dialects without
     /// tensor scales.
@@ -261,13 +261,18 @@ fn unheld(error: CheckpointError, model: &Model<'_>) -> CliError {
     }
     let found = model.weights.iter().find(|found| found.name == *weight);
     let other = holders(found);
-    let kept = found.is_some_and(|found| found.is_quantized() && found.pre_quant_scale.is_none());
-    let remedy = match kept {
-        true => format!(
-            "use --keep '{}' to write it as bf16, --decode-fp4 bf16, or {other}",
-            pattern(weight)
-        ),
-        false => format!("use {other}"),
+    let decode = found.filter(|found| found.pre_quant_scale.is_none());
+    let decode = decode.and_then(|found| match found.value {
+        Value::Fp4(_) => Some("--decode-fp4 bf16"),
+        Value::Fp8(_) => Some("--decode-fp8 bf16"),
+        Value::Plain(_) => None,
+    });
+    let remedy = match decode {
+        Some(decode) => {
+            let pattern = pattern(weight);
+            format!("use --keep '{pattern}' to write it as bf16, {decode}, or {other}")
+        }
+        None => format!("use {other}"),
     };
     CliError::Unheld { error: error.into(), remedy }
 }

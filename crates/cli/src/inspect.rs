@@ -50,7 +50,7 @@ struct Row {
     shape: Vec<usize>,
     bytes: usize,
     bits_per_weight: f64,
-    /// Values that are NaN or infinite, of weights in F64, F32, F16 and BF16.
+    /// Values that are NaN or infinite, of weights in F64, F32, F16, BF16, and FP8 without scales.
     not_finite: u64,
     /// True if `fp4 quantize` would quantize it unasked.
     #[serde(skip)]

@@ -156,6 +156,7 @@ fn a_conversion_that_changes_values_says_the_error_it_makes() {
         let said = succeeds(folder.path(), &format!("convert a --out again {options}"));
         fs::remove_dir_all(folder.path().join("again")).expect("a folder");
         assert!(said.contains("\n14 weights changed against the input: mean error "), "{said}");
+        assert!(said.split_whitespace().any(|word| word == "worst"), "{said}");
         assert!(said.ends_with("\nnext: fp4 inspect again\n"), "{said}");
     }
     let said = succeeds(folder.path(), "convert a --out same --dialect modelopt");

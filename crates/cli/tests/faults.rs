@@ -513,8 +513,6 @@ fn values_that_an_earlier_run_has_copied_and_are_not_finite_are_warned_of() {
     child.wait().expect("it ended");
     let journal = folder.path().join(".out.partial/journal");
     let text = fs::read_to_string(&journal).expect("a journal");
-    let noted = text.lines().skip(1).find(|line| line.split(' ').next() == Some("0"));
-    assert!(noted.is_none_or(|line| line == "0 1"), "{text}");
     // As if the embedding and nothing else had reached the disk.
     let task = text.lines().next().expect("a task");
     fs::write(&journal, format!("{task}\n0 1\n")).expect("a journal");

@@ -614,6 +614,11 @@ fn fp8_is_read_and_quantized() {
     succeeds(folder.path(), "quantize model --out out --dialect modelopt");
     let config = fs::read_to_string(folder.path().join("out/config.json")).expect("a config");
     assert!(config.contains("W4A16_NVFP4") && !config.contains("\"FP8\""), "{config}");
+    // MLX has FP8 in other blocks.
+    let convert = "convert model --dialect mlx --out mlx";
+    let says = "use --keep 'a.up_proj' to write it as bf16, --decode-fp8 bf16, or --dialect ";
+    fails(folder.path(), convert, 2, &[says]);
+    succeeds(folder.path(), &format!("{convert} --decode-fp8 bf16"));
 }
 
 #[test]

@@ -279,8 +279,8 @@ fn read_pairs(cursor: &mut Cursor<'_>) -> Result<Metadata, CheckpointError> {
                     return Err(CheckpointError::Refused {
                         path: cursor.path.to_owned(),
                         what: format!("split.count {count}"),
-                        because: "the other files have tensors of the model: merge them by \
-                                  llama-gguf-split --merge",
+                        because: "the other files have tensors of the model",
+                        remedy: "merge them with llama-gguf-split --merge",
                     });
                 }
             }

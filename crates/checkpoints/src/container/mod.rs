@@ -205,10 +205,10 @@ impl Container {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             let ours = [INDEX, CONFIG, QUANT_CONFIG].contains(&name)
                 || self.files.iter().any(|file| file.path == path);
-            let end = path.extension().and_then(|end| end.to_str()).unwrap_or_default();
+            let end = extension(&path).unwrap_or_default();
             // An index names shards that are not copied either.
-            let weights = PICKLES.contains(&end)
-                || ["safetensors", "gguf"].contains(&end)
+            let weights = PICKLES.contains(&&*end)
+                || ["safetensors", "gguf"].contains(&&*end)
                 || name.ends_with(INDEX_END);
             if ours {
                 continue;
@@ -241,6 +241,11 @@ impl Container {
     /// The tensors, in the order of the index or of the header.
     pub fn tensors(&self) -> impl Iterator<Item = Tensor<'_>> {
         (0..self.len()).map(|at| self.tensor(at))
+    }
+
+    /// Returns the names of the tensors, in the same order.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.entries.keys().map(String::as_str)
     }
 
     /// The tensor of a name.
@@ -303,8 +308,8 @@ impl Container {
         names.map(|name| self.root.join(name)).collect::<Vec<_>>().into_iter()
     }
 
-    /// The number of a shard and the count of shards, if a file was opened alone and its name says
-    /// that it is one of several: `model-00002-of-00003.safetensors`.
+    /// Returns the number of a shard and the count of shards, if a file was opened alone and its
+    /// name says that it is one of several: `model-00002-of-00003.safetensors`.
     pub fn shard(&self) -> Option<[usize; 2]> {
         let (_, shard) = shard_of(&self.root).filter(|_| self.root.is_file())?;
         Some(shard).filter(|[_, count]| *count > 1)
@@ -369,7 +374,7 @@ fn shards_without_index(root: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let (mut found, mut pickles) = (Vec::new(), Vec::new());
     for entry in std::fs::read_dir(root).map_err(CheckpointError::io(root))? {
         let path = entry.map_err(CheckpointError::io(root))?.path();
-        match path.extension().and_then(|end| end.to_str()) {
+        match extension(&path).as_deref() {
             Some("safetensors") => found.push(path),
             Some(end) if PICKLES.contains(&end) => pickles.push(path),
             Some(_) | None => {}

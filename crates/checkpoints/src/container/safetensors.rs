@@ -284,6 +284,7 @@ pub(super) fn read_index(path: &Path) -> Result<IndexMap<String, String>, Checkp
             field: WEIGHT_MAP.to_owned(),
             expected: "names of safetensors files in the same folder",
             found: shard.clone(),
+            remedy: "correct it, or download the model again",
         }),
     }
 }

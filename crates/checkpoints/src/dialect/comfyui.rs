@@ -99,6 +99,7 @@ fn read_weight<'a>(
                 field: format!("{METADATA} of `{module}`"),
                 expected: "nvfp4, float8_e4m3fn or float8_e5m2",
                 found: format.to_owned(),
+                remedy: CheckpointError::ANOTHER,
             });
         }
     };

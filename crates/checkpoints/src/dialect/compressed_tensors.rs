@@ -89,7 +89,7 @@ impl Dialect for CompressedTensors {
             producer: None,
             quant_config: None,
         };
-        parts::check_scaled(container, &weights, &quantization)?;
+        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
         Ok((weights, quantization))
     }
 
@@ -132,7 +132,8 @@ fn check_config(
         let kinds: Vec<String> = groups.values().map(kind).collect();
         let what = format!("transform_config ({})", kinds.join(", "));
         let because = "its layers compute on transformed inputs";
-        return Err(CheckpointError::Refused { path: path(), what, because });
+        let (path, remedy) = (path(), CheckpointError::WITHOUT);
+        return Err(CheckpointError::Refused { path, what, because, remedy });
     }
     let groups = config["config_groups"].as_object();
     let groups = || groups.into_iter().flat_map(serde_json::Map::values);
@@ -144,6 +145,7 @@ fn check_config(
                 field: "format".to_owned(),
                 expected: "a format of FP4 or FP8",
                 found: format.to_string(),
+                remedy: CheckpointError::ANOTHER,
             });
         }
     }
@@ -172,6 +174,7 @@ fn read_weight<'a>(
                 path: tensor.file.to_owned(),
                 what: zero,
                 because,
+                remedy: CheckpointError::WITHOUT,
             });
         }
         let global = format!("{module}.weight_global_scale");

@@ -50,7 +50,9 @@ impl Dialect for DeepSeek {
         let ignore = config.and_then(|config| config.get("modules_to_not_convert"));
         let ignore = patterns(ignore, Syntax::Unmarked);
         let dialect = self.name();
-        Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
+        let quantization = Quantization { dialect, ignore, ..Quantization::default() };
+        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
+        Ok((weights, quantization))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {
@@ -85,6 +87,7 @@ fn read_weight<'a>(
             field: "expert_dtype".to_owned(),
             expected: "fp4, as there are weights of 4 bits",
             found: found.to_string(),
+            remedy: CheckpointError::CORRECT,
         });
     }
     let codes = tensor.clone();

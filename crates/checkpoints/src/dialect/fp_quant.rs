@@ -28,6 +28,7 @@ impl Dialect for FpQuant {
             path: container.root().join(CONFIG),
             what: "FP-Quant (forward_hadamard_matrix)".to_owned(),
             because: "its layers compute on transformed inputs",
+            remedy: CheckpointError::WITHOUT,
         })
     }
 

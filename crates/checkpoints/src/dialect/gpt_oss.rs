@@ -48,7 +48,9 @@ impl Dialect for GptOss {
         let ignore = container.quantization().and_then(|c| c.get("modules_to_not_convert"));
         let ignore = patterns(ignore, Syntax::Unmarked);
         let dialect = self.name();
-        Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
+        let quantization = Quantization { dialect, ignore, ..Quantization::default() };
+        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
+        Ok((weights, quantization))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {

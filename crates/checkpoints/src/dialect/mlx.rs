@@ -50,7 +50,9 @@ impl Dialect for Mlx {
         let weights = parts::read(container, &[".scales"], |reader, tensor| {
             read_weight(container, config, reader, tensor)
         })?;
-        Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
+        let quantization = Quantization { dialect: self.name(), ..Quantization::default() };
+        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
+        Ok((weights, quantization))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {
@@ -82,6 +84,7 @@ fn read_weight<'a>(
                 field: format!("quantization.mode of `{module}`"),
                 expected: "nvfp4, mxfp4 or mxfp8",
                 found: mode.unwrap_or("nothing, which is affine").to_owned(),
+                remedy: CheckpointError::ANOTHER,
             });
         }
     };

@@ -102,6 +102,7 @@ pub(crate) fn detect(
                 field: "quantization_config.quant_method".to_owned(),
                 expected: "modelopt, compressed-tensors, mxfp4, fp8, quark or torchao",
                 found: quantization["quant_method"].to_string(),
+                remedy: "name the dialect to read it in, or use another model",
             }),
         },
         _ => Err(CheckpointError::Ambiguous {
@@ -115,11 +116,12 @@ pub(crate) fn detect(
 /// weight is left alone, and no other dialect puts more of them together. Of several that read the
 /// same weights it is the first.
 fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), CheckpointError> {
-    let Some(part) = container.tensors().find(|tensor| plain::is_part(container, tensor)) else {
+    let scales = parts::Scales::of(container);
+    let Some(part) = container.tensors().find(|tensor| plain::is_part(&scales, tensor)) else {
         return Ok((&PLAIN, KnownBy::Claim));
     };
     let alone = |weight: &Weight<'_>| match &weight.value {
-        Value::Plain(tensor) => plain::is_part(container, tensor),
+        Value::Plain(tensor) => plain::is_part(&scales, tensor),
         Value::Fp8(_) | Value::Fp4(_) => false,
     };
     let mut best: Vec<(&'static dyn Dialect, Vec<Weight<'_>>)> = Vec::new();

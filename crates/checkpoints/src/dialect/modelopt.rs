@@ -74,7 +74,9 @@ impl Dialect for ModelOpt {
         let quantization = quantization(container, self.name())?;
         let companions = ["weight_scale", "weight_scale_2", "weight_scale_inv"];
         let weights = parts::read(container, &companions, read_weight)?;
-        parts::check_scaled(container, &weights, &quantization)?;
+        let config = container.quantization().is_some_and(|config| config.get("ignore").is_some());
+        let file = if config { CONFIG } else { QUANT_CONFIG };
+        parts::check_scaled(container, file, &weights, &quantization)?;
         Ok((weights, quantization))
     }
 
@@ -110,6 +112,7 @@ pub(super) fn quantization(
                     field: field.to_owned(),
                     expected: "texts",
                     found: item.to_string(),
+                    remedy: "correct the list",
                 });
             }
         }
@@ -140,13 +143,15 @@ fn check_algorithm(
     if algorithm.eq_ignore_ascii_case("NVFP4_SVD") {
         let because = "the low-rank part of its weights would be lost";
         let what = format!("`{field}` {algorithm}");
-        return Err(CheckpointError::Refused { path, what, because });
+        let remedy = CheckpointError::WITHOUT;
+        return Err(CheckpointError::Refused { path, what, because, remedy });
     }
     if ALGORITHMS.iter().any(|known| known.eq_ignore_ascii_case(algorithm)) {
         return Ok(());
     }
-    let found = algorithm.to_owned();
-    Err(CheckpointError::Field { path, field, expected: "an algorithm of FP4 or FP8", found })
+    let (found, remedy) = (algorithm.to_owned(), CheckpointError::ANOTHER);
+    let expected = "an algorithm of FP4 or FP8";
+    Err(CheckpointError::Field { path, field, expected, found, remedy })
 }
 
 /// The name that the scales of a parameter start with.

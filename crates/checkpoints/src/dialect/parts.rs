@@ -1,6 +1,9 @@
 //! Steps that all dialects share: the parts of a weight are taken out of a container, and put
 //! together with every shape checked.
 
+use std::cell::LazyCell;
+use std::collections::HashMap;
+
 use burn_fp4_formats::{FormatError, Fp4Format, ScaleLayout};
 use burn_fp4_policy::{Matcher, Pattern};
 
@@ -53,7 +56,8 @@ type MaybeWeight<'a> = Result<Option<Weight<'a>>, CheckpointError>;
 /// The weights of a container. `main` makes a weight of the tensor that stands for it and takes
 /// the others; what nobody takes is a weight of its own.
 ///
-/// A tensor whose name ends in one of `companions` belongs to a weight: alone it is an error.
+/// A tensor whose name ends in one of `companions` belongs to a weight: alone it is an error. So is
+/// FP8 that nobody takes with a tensor that may be its scale.
 pub(super) fn read<'a>(
     container: &'a Container,
     companions: &[&str],
@@ -72,48 +76,117 @@ pub(super) fn read<'a>(
     let alone = reader.taken.iter().filter(|taken| !**taken).count();
     let mut weights = Vec::with_capacity(found.len() + alone);
     let mut found = found.into_iter().peekable();
+    let scales = LazyCell::new(|| Scales::of(container));
     for at in 0..container.len() {
         if let Some((_, weight)) = found.next_if(|(main, _)| *main == at) {
             weights.push(weight);
         } else if !reader.taken[at] {
-            weights.push(plain(container, companions, at)?);
+            weights.push(plain(container, companions, &scales, at)?);
         }
     }
     Ok(weights)
 }
 
+/// Tensors that may scale FP8, by the names of the parameter and of the module that each may belong
+/// to: producers have more names for scales than dialects read.
+pub(super) struct Scales<'a>(HashMap<&'a str, &'a str>);
+
+/// The part of a name that makes a tensor a scale.
+const SCALE: &str = "scale";
+
+/// Most words between the name of a parameter and [`SCALE`], such as `weight`: a name of a file may
+/// have millions.
+const WORDS: usize = 3;
+
+impl<'a> Scales<'a> {
+    /// Finds the tensors of a container whose names say that they are scales.
+    pub(super) fn of(container: &'a Container) -> Self {
+        let mut scales = HashMap::new();
+        for name in container.names() {
+            let begin = name.rfind('.').map_or(0, |dot| dot + 1);
+            let Some(word) = name[begin..].rfind(SCALE) else { continue };
+            let module = begin.checked_sub(1);
+            // `up_proj_scale` may be of a parameter `up_proj`.
+            let parameters = name[begin..begin + word].rmatch_indices('_').take(WORDS);
+            let parameters = parameters.map(|(at, _)| begin + at);
+            for end in module.into_iter().chain(parameters) {
+                scales.entry(&name[..end]).or_insert(name);
+            }
+        }
+        Self(scales)
+    }
+
+    /// Returns the name of a tensor that may scale one of FP8.
+    pub(super) fn of_fp8(&self, tensor: &Tensor<'_>) -> Option<&'a str> {
+        if !is_fp8(tensor) {
+            return None;
+        }
+        let module = tensor.name.strip_suffix(".weight");
+        let owners = [Some(&*tensor.name), module];
+        owners.into_iter().flatten().find_map(|owner| self.0.get(owner).copied())
+    }
+}
+
+/// Returns true for FP8 that is not a scale itself, such as the block scales of NVFP4.
+fn is_fp8(tensor: &Tensor<'_>) -> bool {
+    let last = tensor.name.rsplit('.').next().unwrap_or_default();
+    tensor.dtype.is_fp8() && !last.contains(SCALE)
+}
+
 /// Checks that every matrix of FP8 has scales, unless the configs say that it is not quantized: its
-/// values without them would be others.
+/// values without them would be others. `file` has the patterns of what is not.
+///
+/// Patterns are compiled only where there is such a matrix: a model that needs none of them is read
+/// whatever they are.
 pub(super) fn check_scaled(
     container: &Container,
+    file: &str,
     weights: &[Weight<'_>],
     quantization: &Quantization,
 ) -> Result<(), CheckpointError> {
-    let matchers: Vec<Matcher> =
-        quantization.ignore.iter().map(Pattern::matcher).collect::<Result<_, _>>()?;
-    for weight in weights {
-        let Value::Plain(tensor) = &weight.value else { continue };
-        let quantized = tensor.dtype.is_fp8() && tensor.shape.len() >= 2;
-        let ignored = || matchers.iter().any(|matcher| matcher.matches(weight.module()));
-        if quantized && weight.name.ends_with(".weight") && !ignored() {
-            let (path, companion) = (container.root(), format!("{}_scale", weight.name));
-            let problem = TensorProblem::Missing { companion };
-            return Err(CheckpointError::tensor(path, &weight.name, problem));
+    let unscaled = |weight: &&Weight<'_>| match &weight.value {
+        Value::Plain(tensor) => is_fp8(tensor) && tensor.shape.len() >= 2,
+        Value::Fp8(_) | Value::Fp4(_) => false,
+    };
+    let mut unscaled = weights.iter().filter(unscaled).peekable();
+    if unscaled.peek().is_none() {
+        return Ok(());
+    }
+    let matchers: Result<Vec<Matcher>, _> =
+        quantization.ignore.iter().map(Pattern::matcher).collect();
+    let path = container.root();
+    let matchers = matchers.map_err(|source| CheckpointError::Pattern {
+        path: path.join(file),
+        source: Box::new(source),
+    })?;
+    let ignored =
+        |weight: &Weight<'_>| matchers.iter().any(|matcher| matcher.matches(weight.module()));
+    match unscaled.find(|weight| !ignored(weight)) {
+        None => Ok(()),
+        Some(weight) => {
+            let problem = TensorProblem::Missing { companion: format!("{}_scale", weight.name) };
+            Err(CheckpointError::tensor(path, &weight.name, problem))
         }
     }
-    Ok(())
 }
 
 /// A tensor that is no part of another weight.
 fn plain<'a>(
     container: &'a Container,
     companions: &[&str],
+    scales: &LazyCell<Scales<'a>, impl FnOnce() -> Scales<'a>>,
     at: usize,
 ) -> Result<Weight<'a>, CheckpointError> {
     let tensor = container.tensor(at);
     if let Some(end) = companions.iter().find(|end| tensor.name.ends_with(**end)) {
         let part = (*end).to_owned();
         return Err(tensor.error(TensorProblem::Alone { part }));
+    }
+    if is_fp8(&tensor)
+        && let Some(scale) = scales.of_fp8(&tensor)
+    {
+        let scale = scale.to_owned();
+        return Err(tensor.error(TensorProblem::UnreadScale { scale }));
     }
     Ok(Weight::new(tensor.name.to_string(), container.file_of(at), Value::Plain(tensor)))
 }

@@ -2,7 +2,7 @@
 
 use burn_fp4_formats::Fp4Format;
 
-use super::parts;
+use super::parts::{self, Scales};
 use super::readers::ReadBy;
 use super::scheme::{torch_metadata, without_quantization};
 use super::traits::{Dialect, Frame, Write};
@@ -38,18 +38,12 @@ const QUANTIZED: [&str; 8] = [
 /// Dtypes of which a tensor is only a part of a weight: block scales, codes.
 const PARTS: [Dtype; 2] = [Dtype::F8_E8M0, Dtype::F4];
 
-/// Names of scales of FP8, behind the module of a `weight`. Without one its values were cast.
-const SCALES: [&str; 6] =
-    ["scale", "scale_inv", "weight_scale", "weight_scale_inv", "scale_weight", "_weight_scale"];
-
-/// Returns true for a tensor that only some dialect can explain, with others.
-pub(super) fn is_part(container: &Container, tensor: &Tensor<'_>) -> bool {
-    let scaled = |module: &str| {
-        SCALES.iter().any(|scale| container.position(&format!("{module}.{scale}")).is_some())
-    };
+/// Returns true for a tensor that only some dialect can explain, with others. The values of FP8
+/// without scales were cast.
+pub(super) fn is_part(scales: &Scales<'_>, tensor: &Tensor<'_>) -> bool {
     QUANTIZED.iter().any(|end| tensor.name.ends_with(end))
         || tensor.is(&PARTS)
-        || tensor.dtype.is_fp8() && tensor.name.strip_suffix(".weight").is_some_and(scaled)
+        || scales.of_fp8(tensor).is_some()
 }
 
 impl Dialect for Plain {
@@ -65,7 +59,8 @@ impl Dialect for Plain {
         &self,
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
-        if let Some(tensor) = container.tensors().find(|tensor| is_part(container, tensor)) {
+        let scales = Scales::of(container);
+        if let Some(tensor) = container.tensors().find(|tensor| is_part(&scales, tensor)) {
             let mut dialects = (self.dialects)();
             dialects.retain(|name| *name != NAME);
             return Err(CheckpointError::NoDialect {

@@ -46,7 +46,7 @@ impl Dialect for Quark {
         let ignore = patterns(ignore, Syntax::Both);
         let dialect = self.name();
         let quantization = Quantization { dialect, ignore, ..Quantization::default() };
-        parts::check_scaled(container, &weights, &quantization)?;
+        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
         Ok((weights, quantization))
     }
 
@@ -69,6 +69,7 @@ fn refuse_rotations(
                 path: container.root().join(CONFIG),
                 what: format!("algo_config `{name}`"),
                 because: "its layers compute on rotated inputs",
+                remedy: CheckpointError::WITHOUT,
             });
         }
     }

@@ -15,7 +15,7 @@ use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
 use super::traits::{Dialect, Write, quant_method};
-use crate::container::Container;
+use crate::container::{CONFIG, Container};
 use crate::error::CheckpointError;
 use crate::fp4::{Order, TensorScale};
 use crate::fp8::Fp8Weight;
@@ -50,7 +50,9 @@ impl Dialect for TorchAo {
         let weights = parts::read(container, &[QDATA], |reader, tensor| {
             read_weight(container, reader, tensor)
         })?;
-        Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
+        let quantization = Quantization { dialect: self.name(), ..Quantization::default() };
+        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
+        Ok((weights, quantization))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {
@@ -66,14 +68,16 @@ fn read_weight<'a>(
     let Some(stem) = tensor.name.strip_suffix(QDATA) else { return Ok(None) };
     let Some((module, parameter)) = stem.rsplit_once("._") else { return Ok(None) };
     let name = format!("{module}.{parameter}");
-    let field = |expected, found: &str| CheckpointError::Field {
+    let field = |expected, found: &str, remedy| CheckpointError::Field {
         path: tensor.file.to_owned(),
         field: name.clone(),
         expected,
         found: found.to_owned(),
+        remedy,
     };
     let Some(text) = container.metadata_text(&name) else {
-        return Err(field("what the tensor is, in the metadata", "nothing"));
+        let remedy = "save the model again with its metadata";
+        return Err(field("a description of the tensor in the metadata", "nothing", remedy));
     };
     let facts: serde_json::Value = serde_json::from_str(text).map_err(|source| {
         let path = tensor.file.to_owned();
@@ -86,7 +90,10 @@ fn read_weight<'a>(
         ("NVFP4Tensor", _) => Some(Fp4Format::NvFp4),
         ("MXTensor", Some(element)) if element.contains("float4") => Some(Fp4Format::MxFp4),
         ("MXTensor" | "Float8Tensor", _) => None,
-        _ => return Err(field("NVFP4Tensor, MXTensor or Float8Tensor", kind)),
+        _ => {
+            let expected = "NVFP4Tensor, MXTensor or Float8Tensor";
+            return Err(field(expected, kind, CheckpointError::ANOTHER));
+        }
     };
     let scales = reader.need(tensor, &format!("{stem}_scale"))?;
     let Some(format) = format else {

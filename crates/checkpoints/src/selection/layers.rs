@@ -22,16 +22,23 @@ pub(super) struct Layers {
 /// layer 3.
 const CONTAINERS: [&str; 6] = ["layers", "block", "layer", "blk", "h", "blocks"];
 
-/// The number of the layer of a weight.
-fn number(name: &str) -> Option<usize> {
-    let mut parts = name.split('.').peekable();
-    while let Some(part) = parts.next() {
-        let number = parts.peek().and_then(|next| next.parse().ok());
+/// The names of the containers of a weight's layer, and the number of the layer.
+fn place(name: &str) -> Option<(&str, usize)> {
+    let mut begin = 0;
+    for part in name.split('.') {
+        let next = begin + part.len() + 1;
+        let number = name.get(next..).and_then(|rest| rest.split('.').next()?.parse().ok());
         if let (true, Some(number)) = (CONTAINERS.contains(&part), number) {
-            return Some(number);
+            return Some((&name[..next], number));
         }
+        begin = next;
     }
     None
+}
+
+/// The number of the layer of a weight.
+fn number(name: &str) -> Option<usize> {
+    place(name).map(|(_, number)| number)
 }
 
 /// The field with the number of layers.
@@ -50,9 +57,9 @@ pub(crate) fn missing(model: &Model<'_>) -> Option<(usize, usize, usize)> {
     let count = stated(model)?;
     let mut stacks: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
     for weight in &model.weights {
-        let Some(layer) = number(&weight.name).filter(|layer| *layer < count) else { continue };
-        let (stack, _) = weight.name.split_once(&format!(".{layer}."))?;
-        stacks.entry(stack).or_default().insert(layer);
+        if let Some((stack, layer)) = place(&weight.name).filter(|(_, layer)| *layer < count) {
+            stacks.entry(stack).or_default().insert(layer);
+        }
     }
     let there = stacks.into_values().max_by_key(BTreeSet::len)?;
     // Not by trying all of them: a config may name any number.
@@ -73,6 +80,7 @@ impl Layers {
                     field: COUNT.to_owned(),
                     expected: "the number of layers, which this preset needs",
                     found: "nothing".to_owned(),
+                    remedy: "state it there, or choose another preset",
                 });
             }
             None => {
@@ -120,6 +128,32 @@ mod tests {
         let layers = Layers { count: 4, asked: 3, kept: [0..1, 2..4] };
         let names = ["model.layers.0", "model.layers.2", "model.layers.3"];
         assert_eq!(layers.kept().collect::<Vec<_>>(), names);
+    }
+
+    #[test]
+    fn layers_are_missing_whatever_the_other_names_are() {
+        let of = |names: &[&str]| {
+            let weight = |name: &&str| {
+                let tensor = crate::tensor::Tensor::new("x", crate::Dtype::U8, vec![0], vec![]);
+                let value = crate::weight::Value::Plain(tensor.expect("an empty tensor"));
+                crate::weight::Weight::new(*name, 0, value)
+            };
+            let weights = names.iter().map(weight).collect();
+            let config = Some(serde_json::json!({"num_hidden_layers": 4}));
+            missing(&Model { weights, config, ..Model::default() })
+        };
+        let two = ["layers.0.norm.weight", "layers.2.norm.weight"];
+        assert_eq!(of(&two), Some((4, 2, 1)));
+        for (odd, expected) in [
+            ("layers.01.norm.weight", (4, 1, 3)),
+            ("layers.3", (4, 1, 1)),
+            ("adapter.layers.3", (4, 2, 1)),
+        ] {
+            assert_eq!(of(&[two[0], odd, two[1]]), Some(expected), "{odd}");
+        }
+        // The first number may be an expert's, which begins another stack.
+        let experts = [0, 1, 2, 3].map(|n| format!("experts.{n}.layers.{n}.w"));
+        assert_eq!(of(&experts.each_ref().map(String::as_str)), Some((4, 3, 0)));
     }
 
     #[test]

@@ -422,7 +422,7 @@ fn unfit(weight: &Weight<'_>) -> Option<Reason> {
     }
 }
 
-/// The name of the dialect that a policy writes.
+/// Returns the name of the dialect that a policy writes.
 pub fn dialect_of(policy: &Policy) -> &str {
     policy.recipe().dialect.as_deref().unwrap_or(DEFAULT)
 }
@@ -621,6 +621,13 @@ mod tests {
         assert_eq!(of(""), [[0]]);
         assert_eq!(of("together = false"), [[0]]);
         assert!(of("together = true").is_empty());
+        let unstated = Model { config: None, ..model.clone() };
+        let recipe = Recipe::parse("dialect = 'miles'\npreset = 'miles'").expect("a recipe");
+        let policy = Policy::new(recipe).expect("choices");
+        let error = Selection::of(&unstated, &policy).expect_err("no number of layers").to_string();
+        let says = "config.json: `num_hidden_layers`: expected the number of layers, which this \
+                    preset needs, found nothing; state it there, or choose another preset";
+        assert_eq!(error, says);
     }
 
     #[test]

@@ -384,8 +384,8 @@ impl Output<'_> {
         self.put_noting(piece, bytes, "")
     }
 
-    /// [`put`](Self::put), with a note on the weight as of [`write_noting`](Self::write_noting):
-    /// that of its last piece counts.
+    /// Writes a piece as [`put`](Self::put) does, with a note on the weight as of
+    /// [`write_noting`](Self::write_noting). The note given with the last piece is kept.
     ///
     /// # Errors
     /// As [`put`](Self::put).

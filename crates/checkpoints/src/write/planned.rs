@@ -85,7 +85,7 @@ impl Planned<'_> {
         self.target.copies(&self.model.weights[at])
     }
 
-    /// The dtype that a weight of the model is decoded or cast to, if it is.
+    /// Returns the dtype that a weight of the model is decoded or cast to, if it is.
     pub fn decoded_to(&self, at: usize) -> Option<Dtype> {
         self.target.decoded_to(&self.model.weights[at])
     }

@@ -1046,6 +1046,8 @@ fn one_file_of_a_split_gguf_is_refused() {
     let error = file(2).expect_err("one of two");
     assert!(matches!(error, CheckpointError::Refused { .. }), "{error}");
     assert!(error.to_string().contains("split.count 2"), "{error}");
+    let says = "tensors of the model; merge them with llama-gguf-split --merge";
+    assert!(error.to_string().ends_with(says), "{error}");
 }
 
 #[test]
@@ -1091,6 +1093,102 @@ fn scales_of_fp8_are_found_by_either_name_or_named() {
     let CheckpointError::Tensor { tensor, problem, .. } = &error else { panic!("{error}") };
     assert_eq!(tensor, "b.weight_scale_inv");
     assert!(matches!(problem, TensorProblem::Alone { .. }), "{error}");
+}
+
+#[test]
+fn fp8_with_scales_that_its_dialect_does_not_read_is_not_taken_for_a_cast() {
+    let folder = folder("unread-scales");
+    let error = |config: &str, weight: &str, scale: Option<&str>| {
+        fs::write(folder.join("config.json"), config).expect("a config");
+        let mut tensors = vec![
+            (weight, Dtype::F8_E4M3, vec![2, 4, 32], vec![0x38; 256]),
+            ("norm.scale", Dtype::F32, vec![1], vec![0; 4]),
+        ];
+        tensors.extend(scale.map(|scale| (scale, Dtype::F32, vec![2], vec![0; 8])));
+        raw_file(&folder.join("model.safetensors"), &[], &tensors);
+        Checkpoint::open(&folder).expect("a dialect").weights().map(|_| ()).err()
+    };
+    let quantized = |fields: &str| {
+        format!(
+            r#"{{"model_type": "qwen3_moe", "quantization_config": {{"quant_method": {fields}}}}}"#
+        )
+    };
+    let stack = "layers.0.mlp.experts.gate_up_proj";
+    let scale = "layers.0.mlp.experts.gate_up_proj_scale_inv";
+    let ignored = "[\"layers.0.mlp.experts*\"]";
+    for (config, no_scale) in [
+        (r#""fp8""#.to_owned(), false),
+        (r#""mxfp4""#.to_owned(), false),
+        (r#""torchao""#.to_owned(), false),
+        (r#""modelopt", "quant_algo": "FP8""#.to_owned(), false),
+        (format!(r#""modelopt", "quant_algo": "FP8", "ignore": {ignored}"#), true),
+    ] {
+        let config = quantized(&config);
+        match error(&config, stack, Some(scale)) {
+            Some(CheckpointError::Tensor { tensor, problem, .. }) => {
+                assert_eq!(tensor, stack);
+                assert_eq!(problem, TensorProblem::UnreadScale { scale: scale.to_owned() });
+            }
+            other => panic!("{config}: {other:?}"),
+        }
+        match error(&config, stack, None) {
+            None => assert!(no_scale, "{config}"),
+            Some(CheckpointError::Tensor { problem: TensorProblem::Missing { .. }, .. }) => {
+                assert!(!no_scale, "{config}");
+            }
+            other => panic!("{config}: {other:?}"),
+        }
+    }
+    // Mistral's scales, in a folder that names no dialect.
+    for (weight, scale) in
+        [("layers.0.attention.wq.weight", "layers.0.attention.wq.qscale_weight"), (stack, scale)]
+    {
+        let found = error("{}", weight, Some(scale));
+        let Some(CheckpointError::NoDialect { tensor, .. }) = &found else { panic!("{found:?}") };
+        assert_eq!(tensor, weight);
+        assert!(error("{}", weight, None).is_none(), "it was cast");
+    }
+}
+
+#[test]
+fn a_pattern_that_cannot_be_matched_is_an_error_only_where_it_is_needed_and_names_its_file() {
+    let folder = folder("patterns");
+    let open = |config: &str, dtype: Dtype, size: usize| {
+        fs::write(folder.join("config.json"), config).expect("a config");
+        let bytes = vec![0x38; 128 * size];
+        let tensors = [("layers.0.mlp.up_proj.weight", dtype, vec![4, 32], bytes)];
+        raw_file(&folder.join("model.safetensors"), &[], &tensors);
+        Checkpoint::open(&folder)
+            .expect("a dialect")
+            .weights()
+            .map(|_| ())
+            .map_err(|e| e.to_string())
+    };
+    for (method, ignore, says) in [
+        ("compressed-tensors", "re:^(?!.*mlp).*$", "look-around"),
+        ("modelopt", "a[9-0]b*", "invalid character class range"),
+    ] {
+        let config = json!({"quantization_config": {"quant_method": method, "ignore": [ignore]}});
+        let config = config.to_string();
+        assert_eq!(open(&config, Dtype::BF16, 2), Ok(()), "{method}");
+        let error = open(&config, Dtype::F8_E4M3, 1).expect_err("FP8 without scales");
+        let file = folder.join("config.json").display().to_string();
+        assert!(error.starts_with(&file) && error.contains(says), "{error}");
+    }
+}
+
+#[test]
+fn extensions_in_capitals_are_those_of_weights_in_a_folder_too() {
+    let folder = folder("capitals");
+    let tensors = [("a", Dtype::U8, vec![1], vec![0])];
+    raw_file(&folder.join("MODEL.SAFETENSORS"), &[], &tensors);
+    for name in ["L.GGUF", "OLD.BIN", "README.MD"] {
+        fs::write(folder.join(name), "").expect("a file");
+    }
+    let container = Container::open(&folder).expect("a checkpoint");
+    assert_eq!(container.file_names(), ["MODEL.SAFETENSORS"]);
+    assert_eq!(container.sidecars(), [folder.join("README.MD")]);
+    assert_eq!(container.left_out(), [folder.join("L.GGUF"), folder.join("OLD.BIN")]);
 }
 
 #[test]

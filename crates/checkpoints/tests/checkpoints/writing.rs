@@ -110,6 +110,29 @@ fn pieces_are_put_in_any_order_and_noted_when_all_of_them_are_there() {
 }
 
 #[test]
+fn the_note_of_the_last_piece_outlives_the_write() {
+    let folder = folder("notes");
+    let checkpoint = pieces(&folder);
+    let (model, reader) =
+        (checkpoint.model().expect("weights"), Reader::new(checkpoint.container()));
+    let planned = model.plan("plain", &WriteOptions::default()).expect("a plan");
+    let out = folder.join("out");
+    let mut output = planned.create(&out, "task", Start::Over).expect("it begins");
+    for (piece, note) in planned.pieces(0).expect("pieces").iter().zip(["1", "2", "3"]) {
+        let bytes = piece.read(&reader).expect("read");
+        output.put_noting(piece, &bytes, note).expect("written");
+    }
+    // Noted after a second at the latest, when something more is written.
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    output.copy(1, &reader).expect("copied");
+    assert_eq!(output.earlier().count(), 0);
+    output.keep();
+    drop(output);
+    let output = planned.create(&out, "task", Start::Resume).expect("it goes on");
+    assert_eq!(output.earlier().next(), Some((0, "3")));
+}
+
+#[test]
 fn what_was_gone_on_with_stays_without_being_asked_to() {
     let folder = folder("stays");
     let checkpoint = pieces(&folder);

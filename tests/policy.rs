@@ -4,15 +4,15 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::Device;
+use burn::tensor::{Device, Tensor};
 use burn_fp4::checkpoints::selection::{Decision, Policy, Reason, Selection};
 use burn_fp4::checkpoints::{Checkpoint, CheckpointError, Model};
 use burn_fp4::policy::PolicyError;
 use burn_fp4::{
-    CheckpointMap, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Fp4Scheme, Indivisible, Method,
-    Outcome, Recipe, RecipeFormat, RecipeWeights, Unused,
+    CheckpointMap, FileLayout, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Fp4Scheme, Indivisible,
+    Method, Outcome, Recipe, RecipeFormat, RecipeWeights, Unused,
 };
 use llama::{Folder, Llama};
 use proptest::collection::vec;
@@ -150,8 +150,16 @@ const COMMON: [&str; 9] = [
     "*.[gu]*_proj",
     "*.self_attn.*",
     "**.q_proj",
-    "*.nothing",
+    NOTHING,
 ];
+
+/// The pattern of these that fits nothing.
+const NOTHING: &str = "*.nothing";
+
+/// Returns true for a weight that is kept because another of its family is.
+fn is_with(decision: &Decision) -> bool {
+    matches!(decision, Decision::Keep(Reason::With(_)))
+}
 
 /// Choices that a recipe and the builder of a configuration have words for.
 #[derive(Debug, Clone)]
@@ -187,6 +195,28 @@ impl Choices {
                 shared,
             },
         )
+    }
+
+    /// The mistake that files find in these choices without [`NOTHING`], in a word. None: files
+    /// keep weights together, which a configuration does not.
+    fn other_mistake(&self, model: &Model<'_>) -> Option<&'static str> {
+        let mut fitting = self.clone();
+        fitting.keep.retain(|name| *name != NOTHING);
+        fitting.only.retain(|name| *name != NOTHING);
+        fitting.entries.retain(|(name, _)| *name != NOTHING);
+        if fitting.only.is_empty() && !self.only.is_empty() {
+            return Some("nothing");
+        }
+        let policy = Policy::new(fitting.recipe()).expect("choices that go together");
+        match Selection::of(model, &policy) {
+            Err(CheckpointError::Policy(
+                PolicyError::OtherFormat { .. } | PolicyError::OtherScheme { .. },
+            )) => Some("shared"),
+            Err(other) => panic!("{fitting:?}: {other}"),
+            Ok(selection) if selection.decisions.iter().any(is_with) => None,
+            Ok(selection) if selection.check_not_empty(model).is_err() => Some("nothing"),
+            Ok(_) => Some("none"),
+        }
     }
 
     fn recipe(&self) -> Recipe {
@@ -256,30 +286,33 @@ fn a_configuration_decides_as_a_recipe_of_the_same_choices() {
                 Ok(selection) => selection,
                 Err(error) => {
                     failing.set(failing.get() + 1);
-                    let (problem, error) = match error {
+                    let kind = |found: Result<Decided, Fp4Error>| match found {
+                        Ok(_) => "none",
+                        Err(Fp4Error::Unused(_)) => "unused",
+                        Err(Fp4Error::SharedScale { .. }) => "shared",
+                        Err(Fp4Error::NothingSelected(_)) => "nothing",
+                        Err(other) => panic!("{text}: {other}"),
+                    };
+                    let (problem, reported) =
+                        (kind(found(Unused::Error)), kind(found(Unused::Report)));
+                    match error {
+                        // Of two mistakes a configuration names the one that no report allows.
                         CheckpointError::Policy(PolicyError::NoMatch { .. }) => {
-                            (found(Unused::Error), "unused")
+                            let expected = if reported == "none" { "unused" } else { reported };
+                            prop_assert_eq!(problem, expected, "{}", text);
+                            if let Some(other) = choices.other_mistake(&model) {
+                                prop_assert_eq!(reported, other, "{}", text);
+                            }
                         }
                         CheckpointError::Policy(
                             PolicyError::OtherFormat { .. } | PolicyError::OtherScheme { .. },
-                        ) => (found(Unused::Report), "shared"),
+                        ) => prop_assert_eq!([problem, reported], ["shared"; 2], "{}", text),
                         other => panic!("{text}: {other}"),
-                    };
-                    let kind = match problem {
-                        Err(Fp4Error::Unused(_)) => "unused",
-                        Err(Fp4Error::SharedScale { .. }) => "shared",
-                        // What fits nothing may be all that there is.
-                        Err(Fp4Error::NothingSelected(_)) => "unused",
-                        other => panic!("{text}: {other:?}"),
-                    };
-                    // Of two mistakes each side names one.
-                    let both = error == "unused" && choices.shared;
-                    prop_assert!(kind == error || both, "{}: {} and {}", text, kind, error);
+                    }
                     return Ok(());
                 }
             };
-            let with = |one: &Decision| matches!(one, Decision::Keep(Reason::With(_)));
-            if selection.decisions.iter().any(with) {
+            if selection.decisions.iter().any(is_with) {
                 // A configuration quantizes the others of a family.
                 return Ok(());
             }
@@ -345,6 +378,28 @@ fn a_recipe_shares_no_scale_between_modules_whose_paths_end_alike() {
         _ => None,
     });
     assert!(shared.eq(["x.q.weight", "z.q.weight"]), "{report}");
+}
+
+/// Stacked experts, `[experts, in, out]`.
+#[derive(Module, Debug)]
+struct Experts {
+    gate: Param<Tensor<3>>,
+    up: Param<Tensor<3>>,
+}
+
+#[test]
+fn stacked_parameters_that_are_many_tensors_in_files_share_a_scale_once() {
+    let device = Device::flex();
+    let stack = || Param::from_tensor(Tensor::<3>::ones([3, 32, 32], &device));
+    let mut experts = Experts { gate: stack(), up: stack() };
+    let map = CheckpointMap::new()
+        .container("Experts", 1, FileLayout::OutIn)
+        .experts("gate", "layers.0.mlp.experts.{}.gate_proj.weight")
+        .experts("up", "layers.0.mlp.experts.{}.up_proj.weight");
+    let config = Fp4Config::of_recipe(&Recipe::default(), &experts, &map).expect("a configuration");
+    assert_eq!(config.share_scale_of, [["gate", "up"]]);
+    let report = experts.quantize_fp4(&config).expect("quantized");
+    assert_eq!(report.quantized().count(), 2, "{report}");
 }
 
 #[test]

@@ -340,6 +340,11 @@ fn unused_parts_of_a_configuration_are_an_error_or_in_the_report() {
         ("query", Fp4Config::nvfp4().share_scale(["query", "key"])),
         // Only one of the siblings exists.
         ("fisrt", Fp4Config::nvfp4().share_scale(["fisrt", "second"])),
+        ("fisrt.weight", Fp4Config::nvfp4().share_scale_of(["fisrt.weight", "second.weight"])),
+        (
+            "no selected weight is `third.weight`",
+            Fp4Config::nvfp4().share_scale_of(["first.weight", "second.weight", "third.weight"]),
+        ),
         ("calibration", Fp4Config::nvfp4().with_calibration(&calibration)),
     ] {
         let mut net = dense.clone();
@@ -354,6 +359,11 @@ fn unused_parts_of_a_configuration_are_an_error_or_in_the_report() {
         assert!(report.to_string().contains(part), "{report}");
         assert!(is_packed(&net.second), "{part}");
     }
+    // A path twice is a mistake whatever is done about unused parts.
+    let twice = Fp4Config::nvfp4().share_scale_of(["first.weight", "second.weight"]);
+    let twice = twice.share_scale_of(["second.weight", "third.weight"]).unused(Unused::Report);
+    let error = dense.clone().quantize_fp4(&twice).unwrap_err();
+    assert!(matches!(&error, Fp4Error::SharedScale { path, .. } if path == "second.weight"));
     // No message where everything is used.
     let config = Fp4Config::nvfp4().share_scale(["first", "second"]).exclude("*.bias");
     let report = dense.clone().quantize_fp4(&config.unused(Unused::Report)).unwrap();

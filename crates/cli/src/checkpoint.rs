@@ -104,7 +104,7 @@ pub(crate) fn not_copied(checkpoint: &Checkpoint, dialect: &str) -> Option<Strin
     let container = checkpoint.container();
     let list = |paths: &[PathBuf]| paths.iter().map(name).collect::<Vec<_>>().join(", ");
     if dialect == GGUF {
-        // What a folder needs beside its weights.
+        // Files that a folder needs with its weights.
         let config = container.config().map(|_| container.root().join("config.json"));
         let files: Vec<PathBuf> = config.into_iter().chain(container.sidecars().to_vec()).collect();
         return (!files.is_empty()).then(|| {

@@ -355,6 +355,61 @@ fn memory_is_that_of_statistics_too() {
     assert_eq!(code, 0, "{error}");
 }
 
+#[test]
+fn memory_is_that_of_the_statistics_of_every_weight_of_a_group() {
+    let folder = tempdir().expect("a folder");
+    let names = ["q_proj", "k_proj", "v_proj"].map(|n| format!("layers.0.self_attn.{n}.weight"));
+    let weights = names.each_ref().map(|name| model::tensor(name, &[16, 1024], 1));
+    model::write(&folder.path().join("model.safetensors"), &weights);
+    let identity: Vec<f32> =
+        (0..1024 * 1024_usize).map(|at| if at.is_multiple_of(1025) { 1.0 } else { 0.0 }).collect();
+    for (at, name) in names.iter().enumerate() {
+        let file = format!("{at}.safetensors");
+        model::write(&folder.path().join(&file), &[floats(name, &[1024, 1024], &identity)]);
+        let options = format!("--method sse --calibration {file}");
+        let quantize = format!("quantize model.safetensors --out out-{at} {options} --memory");
+        let says = ["_proj.weight` needs ", "--memory"];
+        fails(folder.path(), &format!("{quantize} 70MB"), 2, &says);
+        succeeds(folder.path(), &format!("{quantize} 84MB"));
+    }
+}
+
+#[test]
+fn statistics_that_only_measure_may_be_unusable() {
+    let folder = tempdir().expect("a folder");
+    let [fine, stack] = ["self_attn.o_proj.weight", "mlp.experts.down_proj"]
+        .map(|name| format!("model.layers.0.{name}"));
+    let model = folder.path().join("model");
+    fs::create_dir(&model).expect("a folder");
+    let config = r#"{"model_type": "mixtral", "num_hidden_layers": 1}"#;
+    fs::write(model.join("config.json"), config).expect("a config");
+    let weights = [model::tensor(&fine, &[32, 64], 1), model::tensor(&stack, &[2, 32, 64], 2)];
+    model::write(&model.join("model.safetensors"), &weights);
+    let identity: Vec<f32> =
+        (0..4096_usize).map(|at| if at.is_multiple_of(65) { 1.0 } else { 0.0 }).collect();
+    let mut second = identity.clone();
+    second[7] = f32::NAN;
+    let both = [identity.clone(), second].concat();
+    let grams = [floats(&fine, &[64, 64], &identity), floats(&stack, &[2, 64, 64], &both)];
+    model::write(&folder.path().join("grams.safetensors"), &grams);
+    let quantize = "quantize model --only *_proj* --dialect modelopt --calibration \
+                    grams.safetensors --json --method";
+    let (code, json, error) = run(folder.path(), &format!("{quantize} sse --out sse"));
+    assert_eq!(code, 0, "{error}");
+    let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+    let weights = report["errors"]["weights"].as_array().expect("a list");
+    for (name, measured) in [(fine, true), (stack.clone(), false)] {
+        let one = weights.iter().find(|one| one["name"] == *name).expect("its error");
+        assert!(one["error_percent"].is_number(), "{json}");
+        assert_eq!(one["output_error_percent"].is_number(), measured, "{json}");
+    }
+    let says = format!("grams.safetensors: tensor `{stack}`: ");
+    assert!(error.contains(&says) && error.contains("outputs is not measured"), "{error}");
+    // A method that chooses by them cannot do without.
+    let (code, _, error) = run(folder.path(), &format!("{quantize} hessian --out hessian"));
+    assert!(code != 0 && error.contains(&says), "{code}: {error}");
+}
+
 /// Layers that share a tensor scale may have been calibrated apart.
 #[test]
 fn weights_that_share_a_tensor_scale_are_quantized_by_their_own_statistics() {
@@ -1017,6 +1072,18 @@ fn tables_of_a_recipe_that_quantize_nothing_are_warned_of() {
     let twice = warned(&[table("*.o_proj", mxfp4), table("*.o_*", "method = 'amax'")].concat());
     let says = "table 1 (`*.o_proj`): quantizes no weight: a later table decides about `model.";
     assert!(twice.contains(says), "{twice}");
+    // A later table is the reason, though other weights of the names stay.
+    let later = warned(&[table("*.layers.0.*", mxfp4), table("*", "method = 'amax'")].concat());
+    let says = "table 1 (`*.layers.0.*`): quantizes no weight: a later table decides about";
+    assert!(later.contains(says) && later.matches("[[weights]]").count() == 1, "{later}");
+    // A vector stays too, but only for the other weight there is something to do.
+    let names = format!("[[weights]]\nnames = ['*norm*', 'lm_head']\n{mxfp4}\n");
+    let says = "`lm_head.weight` stays (the output layer); remove the table, or choose";
+    assert!(warned(&names).contains(says), "{}", warned(&names));
+    // `only` does not override it.
+    let kept = warned(&format!("keep = ['*.o_proj']\n{}", table("*.o_proj", mxfp4)));
+    let says = "o_proj.weight` stays (asked to keep `*.o_proj`); remove the table\n";
+    assert!(kept.contains(says), "{kept}");
     let dense = warned(&table("lm_head", "format = 'dense'"));
     assert!(!dense.contains("[[weights]]"), "it is what the user wants: {dense}");
 }

@@ -20,8 +20,8 @@ pub enum Indivisible {
 }
 
 /// Handling of a part of a configuration that nothing uses: a pattern, an added container or an
-/// override that fits no parameter, a group of weights of which nowhere two are selected, a
-/// calibration that no method reads.
+/// override that fits no parameter, a group of weights of which nowhere two are selected, a path of
+/// such a group that is no selected weight, a calibration that no method reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Unused {
@@ -368,7 +368,9 @@ impl Fp4Config {
     }
 
     /// Lets the weights of these paths share a tensor scale, and no others. Paths are whole, such
-    /// as `layers.0.attention.query.weight`.
+    /// as `layers.0.attention.query.weight`. A path that is no selected weight counts as
+    /// [unused](Self::unused); one that is here twice, or in two lists, is an
+    /// [error](crate::Fp4Error::SharedScale).
     ///
     /// ```
     /// use burn::nn::LinearConfig;

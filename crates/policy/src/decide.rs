@@ -80,24 +80,24 @@ impl Policy {
         Self { recipe: Recipe { weights, ..recipe }, base, schemes }
     }
 
-    /// The choices. Formats, block sizes, rules and methods are in the schemes.
+    /// Returns the choices. Formats, block sizes, rules and methods are in the schemes.
     #[must_use]
     pub fn recipe(&self) -> &Recipe {
         &self.recipe
     }
 
-    /// The preset of the recipe, or the default.
+    /// Returns the preset of the recipe, or the default.
     #[must_use]
     pub fn preset(&self) -> Preset {
         self.recipe.preset.unwrap_or_default()
     }
 
-    /// The scheme of weights that match no entry of [`Recipe::weights`].
+    /// Returns the scheme of weights that match no entry of [`Recipe::weights`].
     pub fn base(&self) -> Fp4Scheme {
         self.base
     }
 
-    /// The schemes that weights may be quantized by: that of [`base`](Self::base), and those of the
+    /// Returns the schemes that weights may be quantized by: [`base`](Self::base), and those of the
     /// entries of [`Recipe::weights`] that are not dense.
     pub fn schemes(&self) -> impl Iterator<Item = &Fp4Scheme> {
         iter::once(&self.base).chain(self.schemes.iter().flatten())

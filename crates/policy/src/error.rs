@@ -124,7 +124,7 @@ pub enum PolicyError {
         if *.tensors == 1 { "" } else { "s" }, hint(.pattern, .nearest, .first)
     )]
     NoMatch {
-        /// Name of the list, as it is printed.
+        /// Name of the list, as printed.
         list: &'static str,
         /// The pattern.
         pattern: String,

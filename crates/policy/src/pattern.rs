@@ -170,6 +170,11 @@ impl Pattern {
     /// A regular expression that is none, or asks for what finite automata cannot do (look-around,
     /// back references).
     pub fn matcher(&self) -> Result<Matcher, PolicyError> {
+        self.matcher_of(&self.to_string())
+    }
+
+    /// Makes it ready to match names; `text` is the pattern as errors show it.
+    pub(crate) fn matcher_of(&self, text: &str) -> Result<Matcher, PolicyError> {
         match self {
             Self::Exact(name) => Ok(Matcher(Kind::Exact(name.clone()))),
             Self::PrefixStar(prefix) => Ok(Matcher(Kind::Prefix(prefix.clone()))),
@@ -180,8 +185,7 @@ impl Pattern {
                     .dfa_size_limit(MOST)
                     .build();
                 regex.map(|regex| Matcher(Kind::Regex(regex))).map_err(|source| {
-                    let source = Box::new(source);
-                    PolicyError::Pattern { pattern: self.to_string(), source }
+                    PolicyError::Pattern { pattern: text.to_owned(), source: Box::new(source) }
                 })
             }
         }

@@ -32,7 +32,7 @@ impl<'t> Patterns<'t> {
             }
             match Pattern::parse(text, Syntax::Recipe) {
                 Pattern::Exact(text) => exact.entry(text).or_default().push(at),
-                pattern => others.push((at, pattern.matcher()?)),
+                pattern => others.push((at, pattern.matcher_of(text)?)),
             }
         }
         Ok(Self { texts, exact, others })
@@ -112,4 +112,17 @@ fn no_match<'n>(
     let nearest = nearest(&names, pattern, matches);
     let first = names.first().copied().unwrap_or("none").to_owned();
     PolicyError::NoMatch { list, pattern: pattern.to_owned(), tensors: names.len(), first, nearest }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_has_the_pattern_as_the_user_wrote_it() {
+        for text in ["**.a[9-0]", "a[9-0]", "re:(a"] {
+            let error = Patterns::new(&[text.to_owned()]).expect_err("no pattern").to_string();
+            assert!(error.starts_with(&format!("pattern `{text}`: ")), "{error}");
+        }
+    }
 }

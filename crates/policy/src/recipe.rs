@@ -209,10 +209,11 @@ impl Recipe {
         }
     }
 
-    /// Returns the layers at the start and at the end that stay dense, of a model with `count`.
+    /// Returns the layers at the start and at the end that stay dense, of a model with `count`. The
+    /// first range may go on behind the last layer: files may have layers that no config counts.
     #[must_use]
     pub fn dense_layers(&self, count: usize) -> [Range<usize>; 2] {
-        let first = self.first_layers_high_precision.unwrap_or(0).min(count);
+        let first = self.first_layers_high_precision.unwrap_or(0);
         let last = self.last_layers_high_precision.unwrap_or(0);
         [0..first, count.saturating_sub(last).max(first)..count]
     }
@@ -325,7 +326,11 @@ mod tests {
         };
         assert_eq!(ends(1, 2).dense_layers(4), [0..1, 2..4]);
         assert_eq!(ends(3, 2).dense_layers(4), [0..3, 3..4]);
-        assert_eq!(ends(9, 9).dense_layers(4), [0..4, 4..4]);
+        let [first, last] = ends(9, 9).dense_layers(4);
+        assert!(first == (0..9) && last.is_empty(), "{first:?} {last:?}");
+        // A layer beyond the number that a config states.
+        let keeps = |first, last| ends(first, last).dense_layers(2).iter().any(|l| l.contains(&2));
+        assert!(keeps(3, 0) && !keeps(2, 9));
         assert_eq!(Recipe::default().dense_layers(4), [0..0, 4..4]);
         let all = usize::MAX;
         assert_eq!(ends(1, 1).dense_layers(all), [0..1, all - 1..all]);

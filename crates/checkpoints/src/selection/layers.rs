@@ -111,7 +111,9 @@ impl Layers {
 
     /// The names of the layers that are kept, as transformers has them.
     pub(super) fn kept(&self) -> impl Iterator<Item = String> {
-        self.kept.clone().into_iter().flatten().map(|layer| format!("model.layers.{layer}"))
+        let inside = |layers: Range<usize>| layers.start..layers.end.min(self.count);
+        let kept = self.kept.clone().into_iter().flat_map(inside);
+        kept.map(|layer| format!("model.layers.{layer}"))
     }
 }
 
@@ -128,6 +130,8 @@ mod tests {
         let layers = Layers { count: 4, asked: 3, kept: [0..1, 2..4] };
         let names = ["model.layers.0", "model.layers.2", "model.layers.3"];
         assert_eq!(layers.kept().collect::<Vec<_>>(), names);
+        let layers = Layers { count: 2, asked: usize::MAX, kept: [0..usize::MAX, 2..2] };
+        assert_eq!(layers.kept().collect::<Vec<_>>(), ["model.layers.0", "model.layers.1"]);
     }
 
     #[test]

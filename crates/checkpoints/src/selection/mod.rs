@@ -297,7 +297,7 @@ impl Selection {
         self.scaled
     }
 
-    /// The model as it will be written, without the bytes of what is quantized.
+    /// Returns the model as it will be written, without the bytes of quantized weights.
     #[must_use]
     pub fn outline<'a>(&self, model: &Model<'a>) -> Model<'a> {
         let outline = |(at, weight): (usize, &Weight<'a>)| {
@@ -330,7 +330,7 @@ impl Selection {
 }
 
 impl Matrices {
-    /// The matrices of a weight with two or more axes.
+    /// Returns the matrices of a weight with two or more axes.
     pub fn of(model: &Model<'_>, weight: &Weight<'_>) -> Self {
         Self::in_architecture(Architecture::of(model), weight)
     }

@@ -2,12 +2,14 @@
 
 use std::fmt;
 
-use burn_fp4_policy::{Decision, Patterns, Policy, PolicyError, Preset, RecipeWeights, Role};
+use burn_fp4_policy::{
+    Decision, Patterns, Policy, PolicyError, Preset, Reason, RecipeWeights, Role,
+};
 use serde::Serialize;
 
 use super::layers::Layers;
 use crate::architecture::{Architecture, stated};
-use crate::weight::Model;
+use crate::weight::{Model, Weight};
 
 /// A reason to look at a selection before its result is used.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -41,10 +43,13 @@ pub enum Warning {
         table: usize,
         /// The first of its names.
         names: String,
-        /// The first weight that it names.
+        /// A weight that it names: one that a later table quantizes, or one that `only` would
+        /// choose, if there is one.
         weight: String,
         /// Why that stays dense. None: a later table decides about it.
         stays: Option<String>,
+        /// True if `only` would choose the weight.
+        by_only: bool,
     },
 }
 
@@ -88,21 +93,38 @@ impl Warning {
         decisions: &[Decision],
     ) -> Result<Self, PolicyError> {
         let patterns = Patterns::new(&tables[table].names)?;
-        let mut about = model.weights.iter().zip(decisions);
-        let about = about.find(|(weight, _)| patterns.first(weight.names()).is_some());
-        let (weight, stays) = match about {
-            Some((weight, Decision::Keep(reason))) => (&*weight.name, Some(reason.to_string())),
-            Some((weight, Decision::Quantize { .. })) => (&*weight.name, None),
-            None => ("", None),
+        let about = model.weights.iter().zip(decisions);
+        let about = about.filter(|(weight, _)| patterns.first(weight.names()).is_some());
+        let about = about.min_by_key(|(weight, decision)| match decision {
+            Decision::Quantize { .. } => (0, 0),
+            Decision::Keep(reason) if is_choice(weight, reason) => (1, 0),
+            Decision::Keep(reason) => (2, reason.place()),
+        });
+        let (weight, stays, by_only) = match about {
+            Some((weight, Decision::Keep(reason))) => {
+                (&*weight.name, Some(reason.to_string()), is_choice(weight, reason))
+            }
+            Some((weight, Decision::Quantize { .. })) => (&*weight.name, None, false),
+            None => ("", None, false),
         };
         let (names, weight) = (tables[table].to_string(), weight.to_owned());
-        Ok(Self::IdleTable { table: table + 1, names, weight, stays })
+        Ok(Self::IdleTable { table: table + 1, names, weight, stays, by_only })
     }
 
     /// Warns of layers that are asked to be kept and are not there.
     pub(super) fn of_layers(layers: &Layers) -> Option<Self> {
         let (asked, layers) = (layers.asked(), layers.count());
         (asked > layers).then_some(Self::FewerLayers { asked, layers })
+    }
+}
+
+/// Returns true if a weight stays because of its role, or because `only` does not name it.
+fn is_choice(weight: &Weight<'_>, reason: &Reason) -> bool {
+    match reason {
+        // Weights with more axes are no stacks of matrices, whatever `only` says.
+        Reason::Preset(_) => matches!(weight.shape().len(), 2 | 3),
+        Reason::Unlisted(_) | Reason::Transposed(_) | Reason::NotAsked => true,
+        _ => false,
     }
 }
 
@@ -138,14 +160,13 @@ impl fmt::Display for Warning {
                 f,
                 "high precision for {asked} of the layers: the model has {layers}; ask for fewer"
             ),
-            Self::IdleTable { table, names, weight, stays } => {
+            Self::IdleTable { table, names, weight, stays, by_only } => {
                 write!(f, "`[[weights]]` table {table} (`{names}`): quantizes no weight: ")?;
                 match stays {
-                    Some(reason) => write!(
-                        f,
-                        "`{weight}` stays ({reason}); remove the table, or choose the weight with \
-                         `only`"
-                    ),
+                    Some(reason) => {
+                        let or = if *by_only { ", or choose the weight with `only`" } else { "" };
+                        write!(f, "`{weight}` stays ({reason}); remove the table{or}")
+                    }
                     None => {
                         write!(f, "a later table decides about `{weight}`; remove one of the two")
                     }

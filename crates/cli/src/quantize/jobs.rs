@@ -82,8 +82,9 @@ fn memory(
     let read = if native { bytes } else { held + decoded.max().unwrap_or(0) };
     let whole = Group::of(model, group);
     let (matrix, square) = (whole.view.len() as u64, (whole.first.cols as u64).pow(2));
-    let first = &whole.members[0].name;
-    let measured = statistics.is_some_and(|file| file.has_gram(first, &whole.first));
+    let names = || whole.members.iter().map(|weight| weight.name.as_str());
+    let measured =
+        statistics.is_some_and(|file| names().any(|weight| file.has_gram(weight, &whole.first)));
     let scratch = match method.gptq() {
         // The rows in f32: as they are, in the order of rounding, and with the errors so far; the
         // elements, what they leave, and its change. Before, with the first, the Hessian factor is
@@ -94,7 +95,11 @@ fn memory(
         None if measured => 8 * matrix,
         None => 0,
     };
-    let known = statistics.map_or(0, |file| file.memory(first, &whole.first, method));
+    // Of one member after another.
+    let known = |file: &StatisticsFile| {
+        names().map(|weight| file.memory(weight, &whole.first, method)).max()
+    };
+    let known = statistics.and_then(known).unwrap_or(0);
     // Codes and scales in the order of the search and of the file.
     read.max(held + 2 * values + scratch + known)
 }

@@ -1,8 +1,10 @@
 //! A group of weights as it is read, and as it is quantized.
 
+use std::collections::BTreeMap;
 use std::iter;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
@@ -17,6 +19,7 @@ use super::kernels::{Failure, KernelElement, Kernels};
 use super::statistics::{Known, StatisticsFile};
 use crate::accuracy::Squares;
 use crate::error::CliError;
+use crate::print::warn;
 
 /// Values one after another, in the type of the file.
 pub(super) enum Floats {
@@ -87,10 +90,16 @@ pub(super) struct Quantized {
 /// The engine and the statistics that weights are quantized with.
 pub(super) struct Quantizer<'q> {
     pub(super) engine: &'q Engine,
-    pub(super) statistics: Option<&'q StatisticsFile>,
+    statistics: Option<&'q StatisticsFile>,
+    /// Weights with statistics that errors of outputs cannot be measured by, and why.
+    unusable: Mutex<BTreeMap<String, String>>,
 }
 
-impl Quantizer<'_> {
+impl<'q> Quantizer<'q> {
+    pub(super) fn new(engine: &'q Engine, statistics: Option<&'q StatisticsFile>) -> Self {
+        Self { engine, statistics, unusable: Mutex::default() }
+    }
+
     /// Checks that the engine can quantize all of it.
     ///
     /// # Errors
@@ -212,6 +221,8 @@ impl Quantizer<'_> {
                 let packed = quantize(part, how, known.given(how))?;
                 for member in members.clone() {
                     if member > members.start && runs.iter().any(|run| run.start == member) {
+                        // Memory is planned for those of one member.
+                        drop(known);
                         known = self.known(group, member, at, how)?;
                     }
                     let squares = measured(group, member, values, &part, &packed, &known);
@@ -229,6 +240,13 @@ impl Quantizer<'_> {
                 }
             }
             matrices.extend(whole);
+        }
+        let unusable = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
+        for run in runs {
+            // Those of other matrices of a stack may be usable: no error is that of the whole.
+            if unusable.contains_key(&group.members[run.start].name) {
+                sums[run].iter_mut().for_each(|sum| sum.outputs = None);
+            }
         }
         Ok((matrices, sums))
     }
@@ -261,13 +279,30 @@ impl Quantizer<'_> {
         how: &Fp4Scheme,
     ) -> Result<Known, CliError> {
         let name = &group.members[member].name;
-        let used = |file: &&StatisticsFile| {
-            how.method.row().calibrated || file.has_gram(name, &group.first)
-        };
-        match self.statistics.filter(used) {
-            Some(file) => file.of(name, at, [group.first.stacked, group.first.cols]),
-            None => Ok(Known::Nothing),
+        let calibrated = how.method.row().calibrated;
+        let used = |file: &&StatisticsFile| calibrated || file.has_gram(name, &group.first);
+        let Some(file) = self.statistics.filter(used) else { return Ok(Known::Nothing) };
+        match file.of(name, at, [group.first.stacked, group.first.cols]) {
+            Err(error @ CliError::TensorOf { .. }) if !calibrated => {
+                let mut unusable = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
+                unusable.entry(name.clone()).or_insert_with(|| error.to_string());
+                Ok(Known::Nothing)
+            }
+            known => known,
         }
+    }
+
+    /// Warns of statistics that are unusable, by which errors of outputs were to be measured.
+    pub(super) fn warn(&self) {
+        let unusable = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(first) = unusable.values().next() else { return };
+        let others = match unusable.len() - 1 {
+            0 => String::new(),
+            more => format!(" (and {more} more)"),
+        };
+        warn(format!(
+            "{first}{others}: the error of its outputs is not measured; calibrate again to have it"
+        ));
     }
 
     /// The error, of the weight or of the statistics that it is about. The values are those of the

@@ -195,7 +195,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             look(jobs.iter().collect());
         }
         let engine = Engine::open(device)?;
-        let quantizer = Quantizer { engine: &engine, statistics };
+        let quantizer = Quantizer::new(&engine, statistics);
         quantizer.check(&model, &jobs)?;
         let notes = resolved.notes(&model, &selection, &schemes, statistics)?.into_iter();
         let notes = notes.chain(not_copied(&checkpoint, dialect));
@@ -242,6 +242,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         drop(announced);
         error.into_iter().for_each(unconfirmed);
         copied.warn(&model);
+        quantizer.warn();
         let quantized: usize = selection.groups.iter().map(Vec::len).sum();
         let errors = Errors::new(&model, quantized - measured.len(), measured);
         finish(arguments.json, out, &report, errors)

@@ -173,7 +173,11 @@ impl Fp4Config {
         }
         for group in selection.groups.iter().filter(|group| group.len() > 1) {
             let path = |&at: &usize| &*parameters[files.of[at][0]].path;
-            config = config.share_scale_of(group.iter().map(path));
+            let paths: Vec<&str> = group.iter().map(path).collect();
+            // A stacked parameter is a tensor in files for each of its matrices.
+            if !config.share_scale_of.iter().any(|known| *known == paths) {
+                config = config.share_scale_of(paths);
+            }
         }
         Ok(config)
     }

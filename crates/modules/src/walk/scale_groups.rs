@@ -1,6 +1,6 @@
 //! Which weights share a tensor scale.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use burn_fp4_ops::search::{Method, Sse};
 use burn_fp4_ops::{Fp4Scheme, TensorScaling};
@@ -16,23 +16,27 @@ pub(crate) struct ScaleGroups {
     pub(crate) of: BTreeMap<usize, String>,
     /// Lines about the weights whose siblings are not selected.
     pub(crate) lone: Vec<String>,
-    /// Numbers of the lists of siblings, and behind them of paths, of which two are selected
-    /// somewhere.
-    used: BTreeSet<usize>,
+    /// Lines about the lists of a configuration that form no group, and about the paths in them
+    /// that are no selected weights.
+    pub(crate) unused: Vec<String>,
 }
 
-impl ScaleGroups {
-    /// Lines about the lists of a configuration that form no group.
-    pub(crate) fn unused(&self, config: &Fp4Config) -> Vec<String> {
-        let siblings = config.share_scale.iter().map(|names| ("share_scale", names, "siblings"));
-        let paths = config.share_scale_of.iter().map(|paths| ("share_scale_of", paths, "weights"));
-        let lists = siblings.chain(paths).enumerate();
-        let unused = lists.filter(|(list, _)| !self.used.contains(list));
-        let line = |(_, (what, names, of)): (_, (&str, &Vec<String>, &str))| {
-            format!("{what} {{{}}}: no two selected {of}", names.join(","))
-        };
-        unused.map(line).collect()
-    }
+/// Returns the lines about lists. `used` has the numbers of the lists of siblings, and behind them
+/// of paths, of which two are selected somewhere.
+fn unused(config: &Fp4Config, used: &BTreeSet<usize>, selected: &HashSet<&str>) -> Vec<String> {
+    let siblings = config.share_scale.iter().map(|names| ("share_scale", names, "siblings"));
+    let paths = config.share_scale_of.iter().map(|paths| ("share_scale_of", paths, "weights"));
+    let lists = siblings.chain(paths).enumerate();
+    let line = |(list, (what, names, of)): (usize, (&str, &Vec<String>, &str))| {
+        let subject = format!("{what} {{{}}}", names.join(","));
+        let absent = names.iter().filter(|name| !selected.contains(name.as_str()));
+        let absent: Vec<_> = absent.map(|name| format!("`{name}`")).collect();
+        if list >= config.share_scale.len() && !absent.is_empty() {
+            return Some(format!("{subject}: no selected weight is {}", absent.join(" or ")));
+        }
+        (!used.contains(&list)).then(|| format!("{subject}: no two selected {of}"))
+    };
+    lists.filter_map(line).collect()
 }
 
 /// The families of parameters by the lists of a configuration: siblings, and behind them paths.
@@ -42,10 +46,19 @@ struct Lists<'c> {
 }
 
 impl<'c> Lists<'c> {
-    fn new(config: &'c Fp4Config) -> Self {
-        let lists = config.share_scale_of.iter().zip(config.share_scale.len()..);
-        let paths = lists.flat_map(|(paths, list)| paths.iter().map(move |path| (&**path, list)));
-        Self { siblings: &config.share_scale, paths: paths.collect() }
+    /// # Errors
+    /// [`Fp4Error::SharedScale`] for a path that is in the lists twice.
+    fn new(config: &'c Fp4Config) -> Result<Self, Fp4Error> {
+        let mut paths = HashMap::new();
+        for (of, list) in config.share_scale_of.iter().zip(config.share_scale.len()..) {
+            for path in of {
+                if paths.insert(path.as_str(), list).is_some() {
+                    let reason = "`share_scale_of` has it twice; name it once";
+                    return Err(Fp4Error::SharedScale { path: path.clone(), reason });
+                }
+            }
+        }
+        Ok(Self { siblings: &config.share_scale, paths })
     }
 
     /// The family of a parameter.
@@ -62,15 +75,18 @@ impl<'c> Lists<'c> {
 ///
 /// # Errors
 /// [`Fp4Error::SharedScale`] if members of a group have other schemes, or tensor scales that cannot
-/// be shared. Siblings without tensor scales may differ: they share nothing then.
+/// be shared, and for a path that `share_scale_of` has twice. Siblings without tensor scales may
+/// differ: they share nothing then.
 pub(crate) fn shared_scales(
     parameters: &[Parameter],
     schemes: &[Option<Fp4Scheme>],
     config: &Fp4Config,
 ) -> Result<ScaleGroups, Fp4Error> {
     let mut families: BTreeMap<Family<'_>, Vec<usize>> = BTreeMap::new();
-    let lists = Lists::new(config);
+    let lists = Lists::new(config)?;
+    let mut selected = HashSet::new();
     for (at, parameter) in parameters.iter().enumerate().filter(|(at, _)| schemes[*at].is_some()) {
+        selected.insert(parameter.path.as_str());
         if let Some(family) = lists.family(&parameter.path) {
             families.entry(family).or_default().push(at);
         }
@@ -103,7 +119,7 @@ pub(crate) fn shared_scales(
         }
         of.extend(members.into_iter().map(|at| (at, group.clone())));
     }
-    Ok(ScaleGroups { of, lone, used })
+    Ok(ScaleGroups { of, lone, unused: unused(config, &used, &selected) })
 }
 
 /// Checks that parameters can share a tensor scale.

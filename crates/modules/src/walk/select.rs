@@ -58,7 +58,7 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
     if selection.plans().next().is_none() {
         return Err(nothing_selected(&selection, config));
     }
-    selection.unused.extend(groups.unused(config));
+    selection.unused.extend(groups.unused);
     if config.unused == Unused::Error && !selection.unused.is_empty() {
         return Err(Fp4Error::Unused(selection.unused));
     }

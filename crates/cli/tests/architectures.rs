@@ -284,14 +284,16 @@ fn architectures_that_transformers_loads_in_another_way_or_not_at_all_are_noted(
     ] {
         let config = format!(r#"{{"model_type": "{kind}", "dtype": "bfloat16"}}"#);
         folder(parent.path(), kind, &config, &[(layer, &[64, 64])]);
-        for command in ["quantize", "convert"] {
-            let input = if command == "convert" { "-out" } else { "" };
-            let dialect = if command == "convert" { "--dialect compressed-tensors" } else { "" };
-            let run = run(
-                parent.path(),
-                &format!("{command} {kind}{input} --out {kind}{input}-out {dialect}"),
-            );
-            let (code, said) = (run.0, run.1 + &run.2);
+        succeeds(
+            parent.path(),
+            &format!("quantize {kind} --dialect modelopt --out {kind}-modelopt"),
+        );
+        for command in [
+            format!("quantize {kind} --out {kind}-out"),
+            format!("convert {kind}-modelopt --dialect compressed-tensors --out {kind}-converted"),
+        ] {
+            let (code, text, notes) = run(parent.path(), &command);
+            let said = text + &notes.split_whitespace().collect::<Vec<_>>().join(" ");
             assert_eq!(code, 0, "{kind}: {said}");
             match says {
                 Some(says) => assert!(said.contains(says), "{command} {kind}: {said}"),

@@ -217,7 +217,7 @@ impl<L: Projection> Llama<L> {
     }
 
     /// Quantizes a tied embedding, for both of its uses. Returns false if the model has an
-    /// `lm_head` of its own.
+    /// `lm_head` of its own, or one that is rounded to int8.
     ///
     /// # Errors
     /// The blocks of the format do not divide the vectors, or a value is not finite.

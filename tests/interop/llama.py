@@ -156,7 +156,8 @@ def check(fp4, work, llama):
             row(f"{folder.name}: codes and scales that differ", differ, differ == 0)
         for folder in folders:
             said = json.loads(run(llama, "generate", folder, "--prompt", PROMPT, "--tokens",
-                                  TOKENS, "--json"))["sequences"][0]
+                                  TOKENS, "--activations", "f32", "--lm-head", "as-loaded",
+                                  "--json"))["sequences"][0]
             same = int((np.array(said) == found[f"{form}.greedy"]).sum())
             row(f"{folder.name}: greedy tokens as transformers", same, same == TOKENS)
     sys.exit(failed)

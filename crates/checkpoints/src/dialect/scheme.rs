@@ -154,10 +154,17 @@ fn absent_heads(model: &Model<'_>) -> Vec<String> {
         let within = outer.as_ref().map(|outer| format!("{outer}{head}"));
         std::iter::once((*head).to_owned()).chain(within).collect::<Vec<_>>()
     };
-    let absent = |names: &Vec<String>| {
-        !model.weights.iter().any(|weight| names.iter().any(|name| weight.module() == name))
-    };
-    heads.map(named).filter(absent).flatten().collect()
+    let heads: Vec<Vec<String>> = heads.map(named).collect();
+    let has =
+        |weight: &Weight<'_>, names: &Vec<String>| names.iter().any(|name| weight.module() == name);
+    // Several names are those of one layer.
+    let quantized =
+        |weight: &Weight<'_>| weight.is_quantized() && heads.iter().any(|names| has(weight, names));
+    if model.weights.iter().any(quantized) {
+        return Vec::new();
+    }
+    let absent = |names: &Vec<String>| !model.weights.iter().any(|weight| has(weight, names));
+    heads.into_iter().filter(absent).flatten().collect()
 }
 
 /// Returns `config.json` with the quantization in its place; all other fields stay.

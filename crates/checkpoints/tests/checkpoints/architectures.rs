@@ -216,7 +216,12 @@ fn output_layers_without_a_tensor_are_ignored_by_their_names_in_the_architecture
             "language_model.model.embed_tokens",
             &["lm_head", "language_model.lm_head"],
         ),
-        ("gpt_neox", "gpt_neox.layers.0.attention.dense", "gpt_neox.embed_in", &["embed_out"]),
+        (
+            "gpt_neox",
+            "gpt_neox.layers.0.attention.dense",
+            "gpt_neox.embed_in",
+            &["embed_out", "lm_head"],
+        ),
         ("opt", "model.decoder.layers.0.fc1", "model.decoder.embed_tokens", &["lm_head"]),
         ("whisper", "model.decoder.layers.0.fc1", "model.decoder.embed_tokens", &["proj_out"]),
         ("vit", "vit.encoder.layer.0.output.dense", "vit.embeddings.projection", &[]),

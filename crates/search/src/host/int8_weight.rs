@@ -110,7 +110,7 @@ pub fn int8_weight_matmul(
         panels = vec![0.0; outputs.next_multiple_of(PANEL) * inputs];
         &mut panels[..]
     };
-    let rows = (TASK_BYTES / channels).next_multiple_of(PANEL);
+    let rows = (TASK_BYTES / channels).max(1).next_multiple_of(PANEL);
     let task = |(task, products): (usize, &mut [f32])| {
         let first = task * rows;
         arch().dispatch(WeightRows { input, weight, outputs, channels, first, inputs, products });
@@ -206,10 +206,13 @@ fn row_dots<S: Simd, const M: usize>(
 mod tests {
     use super::*;
 
-    /// Includes fewer rows than a task and a panel have, and more work than one thread does.
+    /// Includes fewer rows than a task and a panel have, several tasks for one input and for more,
+    /// and rows that are longer than a task.
     #[test]
     fn products_are_those_of_the_codes_times_their_scales() {
-        for (inputs, outputs, channels) in [(1, 3, 32), (3, 40, 96), (1, 701, 576), (9, 301, 64)] {
+        for (inputs, outputs, channels) in
+            [(1, 3, 32), (3, 40, 96), (1, 701, 576), (9, 301, 64), (5, 701, 576), (2, 17, 32_800)]
+        {
             let weight: Vec<_> =
                 (0..outputs * channels).map(|at| (at * 37 % 1009) as f32 / 250.0 - 2.0).collect();
             let input: Vec<_> =

@@ -143,6 +143,9 @@ fn an_lm_head_of_its_own_is_freed_when_it_is_rounded() {
     let largest = distance(&dense, &vec![0.0; dense.len()]);
     assert!(most > 0.0 && most < 0.02 * largest, "{most} of {largest}");
     assert!(!model.quantize_tied_embedding(Fp4Format::NvFp4).expect("nothing to do"));
+    let out = std::env::temp_dir().join(format!("burn-fp4-rounded-{}", std::process::id()));
+    let error = folder.save(&model, &out, "plain").expect_err("no lm_head");
+    assert!(error.to_string().contains("lm_head.weight: lost"), "{error}");
 }
 
 #[test]

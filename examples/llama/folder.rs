@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_fp4::checkpoints::{Dtype, Model, Tensor, Value, Weight, WriteOptions};
@@ -73,13 +73,19 @@ impl Folder {
     /// Saves a model that was loaded from this folder in a dialect, and copies the other files.
     ///
     /// # Errors
-    /// The path exists, or the dialect cannot hold the model.
+    /// The path exists, the dialect cannot hold the model, or its `lm_head` was rounded to int8.
     pub fn save<M: Module>(&self, model: &M, out: &Path, dialect: &str) -> Result<WriteReport> {
         let container = self.checkpoint.container();
         let sidecars = container.sidecars().to_vec();
         let dtype = self.config.dtype.as_deref();
         let config = container.config().cloned();
-        write(Model { config, sidecars, ..narrowed(model, dtype)? }, out, dialect)
+        let model = narrowed(model, dtype)?;
+        ensure!(
+            self.config.tie_word_embeddings
+                || model.weights.iter().any(|weight| weight.name == "lm_head.weight"),
+            "lm_head.weight: lost, as it was rounded to int8; save the model before"
+        );
+        write(Model { config, sidecars, ..model }, out, dialect)
     }
 }
 

@@ -22,9 +22,9 @@ pub trait Projection: Module + ModuleDisplay + From<Linear> + Sync + 'static {
     /// Returns the weight `[in_features, out_features]`.
     fn weight(&self) -> &Param<Tensor<2>>;
 
-    /// Sets how products with a packed weight read their input on a host. Burn's `Linear`, which
-    /// dequantizes the weight, has no such choice.
-    fn set_activations(&mut self, activations: Activations);
+    /// Sets how products with a packed weight read their input on a host. Returns false if there
+    /// is no such product: the weight is dense, or Burn's `Linear` dequantizes it.
+    fn set_activations(&mut self, activations: Activations) -> bool;
 }
 
 impl Projection for Linear {
@@ -36,7 +36,9 @@ impl Projection for Linear {
         &self.weight
     }
 
-    fn set_activations(&mut self, _activations: Activations) {}
+    fn set_activations(&mut self, _activations: Activations) -> bool {
+        false
+    }
 }
 
 impl Projection for Fp4Linear {
@@ -48,8 +50,9 @@ impl Projection for Fp4Linear {
         &self.weight
     }
 
-    fn set_activations(&mut self, activations: Activations) {
+    fn set_activations(&mut self, activations: Activations) -> bool {
         self.activations = activations;
+        self.weight.reparameterization::<PackedWeight>().is_some()
     }
 }
 
@@ -134,6 +137,7 @@ impl<L: Projection> Llama<L> {
         let positions = self.rotary_emb.at(positions, count, self.dtype());
         let mut hidden = self.embed_tokens.forward(tokens);
         for layer in &self.layers {
+            // One after the other: calibration records such passes, in one order.
             (hidden, _) = layer.forward(hidden, None, &positions, false);
         }
         self.logits(normalize(&self.norm, hidden))
@@ -186,19 +190,22 @@ impl<L: Projection> Llama<L> {
         }
     }
 
-    /// Sets how products with packed weights read their input on a host.
-    pub fn set_activations(&mut self, activations: Activations) {
+    /// Sets how products with packed weights read their input on a host. Returns false if there
+    /// are none.
+    pub fn set_activations(&mut self, activations: Activations) -> bool {
         let layers = self.layers.iter_mut().flat_map(|layer| {
             let (attention, mlp) = (&mut layer.self_attn, &mut layer.mlp);
             let Attention { q_proj, k_proj, v_proj, o_proj, .. } = attention;
             let Mlp { gate_proj, up_proj, down_proj } = mlp;
             [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
         });
-        layers.chain(&mut self.lm_head).for_each(|layer| layer.set_activations(activations));
+        let layers = layers.chain(&mut self.lm_head);
+        layers.fold(false, |any, layer| layer.set_activations(activations) | any)
     }
 
     /// Rounds a dense `lm_head` to 8 bits. A tied embedding keeps its values for lookups, any other
-    /// `lm_head` is freed. Returns false if the `lm_head` is quantized already.
+    /// `lm_head` is freed, and [`Folder::save`](crate::Folder::save) refuses the model. Returns
+    /// false if the `lm_head` is quantized already.
     ///
     /// # Errors
     /// `hidden_size` is not a multiple of 32, or the weight cannot be read.
@@ -249,8 +256,8 @@ fn linear<L: Projection>(
     L::from(config.with_initializer(INITIALIZER).init(device))
 }
 
-/// Runs one after the other, on a host at once: threads then wait for each other once, not for
-/// each product.
+/// Computes both, in parallel on a host: threads then wait for each other once, not for each
+/// product.
 fn both<A: Send, B: Send>(
     on_host: bool,
     first: impl FnOnce() -> A + Send,

@@ -10,7 +10,8 @@ crates/checkpoints/src/architecture/table.rs is made by transformers, quantized,
 - blocks run along the inputs: values, decoded here by numpy, and products with random inputs are
   within the error of FP4;
 - weights that share a tensor scale get one input in a forward pass;
-- where transformers loads the result, its outputs are those of the decoded values.
+- where transformers loads the result, its outputs are those of the decoded values, and the call
+  that `fp4` names in a note, or else the plain one in bfloat16, loads it too.
 
 `names` prints what a test needs of this without Python: names and shapes in the files, and which of
 them are linear layers with one input.
@@ -131,8 +132,10 @@ STACKED = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_tex
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # Relative errors of the values of a weight, and of products with it.
 LEAST, MOST = 0.06, 0.13
-# What FP4 changes the outputs of a random model by, and what readers may differ by.
-SEEN, SAME = (1e-3, 1.0), 1e-4
+# What FP4 changes the outputs of a random model by, what readers may differ by, and what bfloat16
+# may change.
+SEEN, SAME, BF16 = (1e-3, 1.0), 1e-4, 0.1
+DECODES = "CompressedTensorsConfig(run_compressed=False)"
 
 
 def build(name, kind, sizes):
@@ -255,8 +258,9 @@ def example(model):
 
 
 def outputs(model):
+    cast = lambda x: x.to(model.dtype) if x.is_floating_point() else x
     with torch.no_grad():
-        result = model(**example(model))
+        result = model(**{key: cast(value) for key, value in example(model).items()})
     for key in ("logits", "prediction_logits", "logits_per_image", "last_hidden_state"):
         if key in result:
             return result[key].float()
@@ -336,7 +340,7 @@ def print_names(folder):
             print(key, ",".join(map(str, tensor.shape)), how)
 
 
-def loaded(model, folder, files, values, layers):
+def loaded(model, folder, files, values, layers, said):
     """Relative changes of outputs: by FP4, where transformers computes with the decoded values; and
     between these and what it computes from the result, or why it loads no such file."""
     kind, name = type(model), kind_of(model)
@@ -357,11 +361,21 @@ def loaded(model, folder, files, values, layers):
     if name in STACKED:
         return changed, "not ModelOpt's"
     if any(part == "expert" for *_, part in layers.values()):
+        assert "do not load the result" in said, said
         return changed, "no: experts are stacked there"
     if any(isinstance(module, Conv1D) for module, *_ in layers.values()):
+        assert "transformers does not load" in said, said
         return changed, "no: Conv1D stays"
     config = hf.CompressedTensorsConfig(run_compressed=False)
     theirs = kind.from_pretrained(folder / "out", quantization_config=config).eval().float()
+    noted = dict(quantization_config=config) if DECODES in said else {}
+    noted = kind.from_pretrained(folder / "out", dtype=torch.bfloat16, **noted).eval()
+    rounded = apart(outputs(noted), expected)
+    assert rounded < BF16, f"by the noted call outputs differ by {rounded}: {said}"
+    there = noted.state_dict()
+    for path, (_, parameter, layer) in roles(model).items():
+        kept = layer or torch.equal(there[path], parameter.to(torch.bfloat16))
+        assert kept, f"{path}: another one after the noted call"
     return changed, apart(outputs(theirs), expected)
 
 
@@ -398,7 +412,8 @@ def check(program, folder, name, kind, sizes):
     for found in (errors, products):
         assert LEAST < min(found) and max(found) < MOST, (min(found), max(found))
     groups = share_inputs(model, scales, layers)
-    changed, again = loaded(model, folder, files, values, layers)
+    said = " ".join(done.stderr.split())
+    changed, again = loaded(model, folder, files, values, layers, said)
     assert SEEN[0] < changed < SEEN[1], f"FP4 changes outputs by {changed}"
     if isinstance(again, float):
         assert again < SAME, f"outputs differ by {again}"

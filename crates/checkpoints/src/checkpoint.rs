@@ -92,7 +92,7 @@ impl Checkpoint {
     /// The weights as the dialect has them, and in the axes of the architecture's parameters: only
     /// `config.json` says that a packed matrix is one of `[inputs, outputs]`.
     fn read(&self) -> Result<(Vec<Weight<'_>>, Quantization), CheckpointError> {
-        let (mut weights, quantization) = self.dialect.read(&self.container)?;
+        let (mut weights, quantization) = dialect::read(self.dialect, &self.container)?;
         let architecture = Architecture::of_config(self.container.config());
         for weight in &mut weights {
             let transposed = architecture.is_transposed(weight.module(), weight.shape());

@@ -179,6 +179,11 @@ impl<'a> Tensor<'a> {
         self.error(TensorProblem::Dtype { expected, found: self.dtype.to_string() })
     }
 
+    /// Returns true for a matrix, or a stack of them, in F32 or F64.
+    pub fn is_wide_matrix(&self) -> bool {
+        self.is(&[Dtype::F32, Dtype::F64]) && self.shape.len() >= 2
+    }
+
     pub(crate) fn not_floats(&self) -> CheckpointError {
         self.wrong_dtype("F32, F16, BF16, F64, FP8, or a type of ggml that is decoded")
     }

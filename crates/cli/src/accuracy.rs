@@ -35,6 +35,9 @@ pub(crate) type SquaresAt = (usize, Squares);
 /// 8 to 12.
 const WARNED: f64 = 20.0;
 
+/// The same for a cast: bf16 rounds by 0.2 at most, unless values are too small for the dtype.
+const CAST_WARNED: f64 = 1.0;
+
 /// Warnings that are printed one by one.
 const SHOWN: usize = 5;
 
@@ -114,17 +117,28 @@ impl Errors {
 
     /// Warns of weights that FP4 has no good values for, the worst first.
     pub(crate) fn warnings(&self) -> Vec<String> {
-        let far = self.weights.iter().filter(|weight| weight.error_percent > WARNED);
+        self.beyond(WARNED, |name, error| {
+            format!("`{name}`: its error is {error}; pass --keep '{name}' to keep it")
+        })
+    }
+
+    /// Warns of weights that a dtype has no good values for, the worst first.
+    pub(crate) fn cast_warnings(&self) -> Vec<String> {
+        self.beyond(CAST_WARNED, |name, error| {
+            format!("`{name}`: the cast changes it by {error}; leave out --cast-kept")
+        })
+    }
+
+    /// Describes the errors beyond some percent, the worst first.
+    fn beyond(&self, percent: f64, describe: impl Fn(&str, Percent) -> String) -> Vec<String> {
+        let far = self.weights.iter().filter(|weight| weight.error_percent > percent);
         let mut far: Vec<&WeightError> = far.collect();
         far.sort_by(|a, b| b.error_percent.total_cmp(&a.error_percent));
-        let warning = |weight: &&WeightError| {
-            let (name, error) = (&weight.name, Percent(weight.error_percent));
-            format!("`{name}`: its error is {error}; pass --keep '{name}' to keep it")
-        };
+        let warning = |weight: &&WeightError| describe(&weight.name, Percent(weight.error_percent));
         let mut warnings: Vec<String> = far.iter().take(SHOWN).map(warning).collect();
         if far.len() > SHOWN {
             let more = counted(far.len() - SHOWN, "more weight");
-            warnings.push(format!("an error beyond {WARNED} %: {more}; --json lists all"));
+            warnings.push(format!("an error beyond {percent} %: {more}; --json lists all"));
         }
         warnings
     }

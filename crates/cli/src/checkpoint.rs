@@ -89,7 +89,7 @@ pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
     let cast = model.weights.iter().filter(cast).count();
     if cast > 0 {
         let (path, cast) = (checkpoint.container().root().display(), counted(cast, "weight"));
-        note(format!("{path}: {cast} in FP8 without scales, read as they are"));
+        note(format!("{path}: {cast} in FP8 without scales, read by the values of the dtype"));
     }
     Ok(model)
 }

@@ -50,7 +50,7 @@ pub(crate) struct Arguments {
     /// Decode FP4 weights to floats: bf16 or f32.
     #[arg(long, value_name = "DTYPE", value_parser = float)]
     decode_fp4: Option<Dtype>,
-    /// Decode FP8 weights to floats: bf16 or f32. Without scales they are decoded as they are.
+    /// Decode FP8 weights to floats: bf16 or f32, with their scales if they have any.
     #[arg(long, value_name = "DTYPE", value_parser = float)]
     decode_fp8: Option<Dtype>,
     /// Decode records of ggml other than FP4, such as Q4_K, to floats: bf16 or f32.

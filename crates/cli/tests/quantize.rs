@@ -698,7 +698,7 @@ fn fp8_without_scales_is_read_as_it_is() {
     let decode = "convert model --out dense --dialect plain --decode-fp8 bf16";
     let (code, said, note) = run(folder.path(), decode);
     assert!(code == 0 && said.contains("1 weight decoded to floats"), "{said}{note}");
-    assert!(note.contains("note: model: 1 weight in FP8 without scales, read as they"), "{note}");
+    assert!(note.contains("note: model: 1 weight in FP8 without scales, read by the"), "{note}");
     let dense = Checkpoint::open(folder.path().join("dense")).expect("a checkpoint");
     let weights = dense.weights().expect("weights");
     assert_eq!(
@@ -807,6 +807,49 @@ fn wide_matrices_that_stay_are_noted_and_cast_if_asked() {
         assert!(code == 2 && said.contains(says), "{said}");
     }
     succeeds(folder.path(), "quantize model --out x --cast-kept bf16");
+}
+
+#[test]
+fn a_cast_that_loses_a_matrix_is_warned_of_by_its_error() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path().join("model");
+    fs::create_dir(&path).expect("a folder");
+    let floats = |name: &str, scale: f32, seed| {
+        let values = model::values(64 * 64, seed).into_iter();
+        let bytes = values.flat_map(|value| (scale * value).to_le_bytes()).collect();
+        let (dtype, shape) = (safetensors::Dtype::F32, vec![64, 64]);
+        model::Tensor { name: name.to_owned(), dtype, shape, bytes }
+    };
+    let tensors = [
+        floats("model.embed_tokens.weight", 1e-30, 1),
+        floats("model.layers.0.mlp.down_proj.weight", 1.0, 2),
+        floats("lm_head.weight", 1.0, 3),
+    ];
+    model::write(&path.join("model.safetensors"), &tensors);
+    fs::write(path.join("config.json"), r#"{"model_type": "llama"}"#).expect("a config");
+    let errors = |dtype: &str| {
+        let command = format!("quantize model --out {dtype} --json --cast-kept {dtype}");
+        let (code, report, said) = run(folder.path(), &command);
+        assert_eq!(code, 0, "{said}");
+        let report: serde_json::Value = serde_json::from_str(&report).expect("an object");
+        assert_eq!(report["errors"]["weights"].as_array().map(Vec::len), Some(1), "{report}");
+        let cast = report["cast"]["weights"].as_array().expect("a list").clone();
+        let error = |name: &str| {
+            let found = cast.iter().find(|one| one["name"] == format!("{name}.weight"));
+            found.expect("a weight")["error_percent"].as_f64().expect("a number")
+        };
+        (error("model.embed_tokens"), error("lm_head"), said)
+    };
+    let (tiny, usual, said) = errors("f16");
+    let says =
+        "`model.embed_tokens.weight`: the cast changes it by 100.00 %; leave out --cast-kept";
+    assert!(tiny == 100.0 && usual < 0.1 && said.contains(says), "{tiny} {usual} {said}");
+    assert!(!said.contains("`lm_head"), "{said}");
+    let (tiny, usual, said) = errors("bf16");
+    assert!(tiny < 0.3 && usual < 0.3 && !said.contains("the cast"), "{tiny} {usual} {said}");
+    let plain = succeeds(folder.path(), "quantize model --out again --json");
+    let plain: serde_json::Value = serde_json::from_str(&plain).expect("an object");
+    assert_eq!(plain["cast"], serde_json::Value::Null);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use examples::OnDevice;
 use llama::{Folder, Generated, Projection, Sampling, generate};
 use serde::Serialize;
 
-use super::{DeviceOptions, ProductOptions, print};
+use super::{DeviceOptions, ProductFormats, ProductOptions, print};
 
 /// Generate text from a prompt.
 #[derive(clap::Args)]
@@ -36,6 +36,8 @@ pub(crate) struct Arguments {
 #[derive(Serialize)]
 struct Report {
     texts: Vec<String>,
+    #[serde(flatten)]
+    products: ProductFormats,
     #[serde(flatten)]
     generated: Generated,
     prompt_tokens_per_second: f64,
@@ -79,7 +81,7 @@ fn report<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let start = std::time::Instant::now();
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let model = arguments.products.load::<L>(&folder, &device, true)?;
+    let (model, products) = arguments.products.load::<L>(&folder, &device, true)?;
     let load_seconds = start.elapsed().as_secs_f64();
     let tokenizer = folder.tokenizer()?;
     let prompt = tokenizer.encode(arguments.prompt.as_str(), true);
@@ -89,6 +91,7 @@ fn report<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let text = |tokens: &Vec<u32>| tokenizer.decode(tokens, true).map_err(|error| anyhow!(error));
     Ok(Report {
         texts: generated.sequences.iter().map(text).collect::<Result<_>>()?,
+        products,
         prompt_tokens_per_second: generated.prompt_tokens as f64 / generated.prompt_seconds,
         generated,
         load_seconds,

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, FloatDType};
-use burn_fp4::ops::Int8Matrix;
+use burn_fp4::ops::{Int8Matrix, is_host};
 use burn_fp4::{Activations, Fp4Format};
 use clap::ValueEnum;
 use examples::OnDevice;
@@ -88,19 +88,21 @@ pub(crate) struct ProductOptions {
     /// tied embedding is kept in memory for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
-    /// Format of the input of products with FP4 weights on a CPU. Defaults to int8 to generate,
-    /// else to f32.
+    /// Format of the input of products with FP4 weights on flex and ndarray, except for a tied
+    /// embedding. Defaults to int8 to generate, else to f32.
     #[arg(long, value_enum)]
     activations: Option<ActivationFormat>,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 enum ActivationFormat {
     F32,
     Int8,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 enum LmHead {
     AsLoaded,
     Int8,
@@ -113,6 +115,14 @@ enum TiedEmbedding {
     Mxfp4,
 }
 
+/// The formats that products have.
+#[derive(Debug, Serialize)]
+struct ProductFormats {
+    /// None: no product on a host has an FP4 weight.
+    activations: Option<ActivationFormat>,
+    lm_head: LmHead,
+}
+
 impl ProductOptions {
     /// Loads the model of a folder. By default a dense `lm_head`, where that is faster, and
     /// activations become int8 for `generation`.
@@ -121,7 +131,7 @@ impl ProductOptions {
         folder: &Folder,
         device: &Device,
         generation: bool,
-    ) -> Result<Llama<L>> {
+    ) -> Result<(Llama<L>, ProductFormats)> {
         let (mut model, _) = folder.load::<L>(device)?;
         let format = match self.tied_embedding {
             TiedEmbedding::AsLoaded => None,
@@ -134,25 +144,37 @@ impl ProductOptions {
                 "--tied-embedding: the model has an lm_head of its own; leave the option out"
             );
         }
+        let mut rounded = false;
         match self.lm_head {
-            Some(LmHead::Int8) => ensure!(
-                model.round_head_to_int8()?,
-                "--lm-head int8: the lm_head is quantized already; leave the option out"
-            ),
+            Some(LmHead::Int8) => {
+                rounded = model.round_head_to_int8()?;
+                ensure!(
+                    rounded,
+                    "--lm-head int8: the lm_head is quantized already; leave the option out"
+                );
+            }
             None if generation
                 && Int8Matrix::multiplies_codes(device, model.dtype())
                 && folder.config.hidden_size.is_multiple_of(32) =>
             {
-                model.round_head_to_int8()?;
+                rounded = model.round_head_to_int8()?;
             }
             Some(LmHead::AsLoaded) | None => (),
         }
-        model.set_activations(match self.activations {
-            Some(ActivationFormat::Int8) => Activations::Int8,
-            None if generation => Activations::Int8,
-            Some(ActivationFormat::F32) | None => Activations::F32,
-        });
-        Ok(model)
+        let default = if generation { ActivationFormat::Int8 } else { ActivationFormat::F32 };
+        let activations = self.activations.unwrap_or(default);
+        let matters = model.set_activations(match activations {
+            ActivationFormat::Int8 => Activations::Int8,
+            ActivationFormat::F32 => Activations::F32,
+        }) && is_host(device);
+        ensure!(
+            matters || self.activations != Some(ActivationFormat::Int8),
+            "--activations int8: no product on flex or ndarray has an FP4 weight; leave the option \
+             out"
+        );
+        let activations = matters.then_some(activations);
+        let lm_head = if rounded { LmHead::Int8 } else { LmHead::AsLoaded };
+        Ok((model, ProductFormats { activations, lm_head }))
     }
 }
 

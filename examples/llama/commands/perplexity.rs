@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use anyhow::Result;
 use burn_fp4::Fp4Linear;
 use llama::{Folder, Perplexity, Windows, perplexity};
+use serde::Serialize;
 
-use super::{DeviceOptions, ProductOptions, TextOptions, print};
+use super::{DeviceOptions, ProductFormats, ProductOptions, TextOptions, print};
 
 /// Measure the perplexity of a model on a text.
 #[derive(clap::Args)]
@@ -26,15 +27,25 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
+/// The perplexity, and the formats that it was measured with.
+#[derive(Serialize)]
+struct Report {
+    #[serde(flatten)]
+    products: ProductFormats,
+    #[serde(flatten)]
+    found: Perplexity,
+}
+
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let model = arguments.products.load::<Fp4Linear>(&folder, &device, false)?;
+    let (model, products) = arguments.products.load::<Fp4Linear>(&folder, &device, false)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let found = perplexity(&model, tokens.held_out(), arguments.windows, &device)?;
-    print(&found, arguments.json, || {
-        let Perplexity { tokens, nats, perplexity } = found;
+    let report = Report { products, found };
+    print(&report, arguments.json, || {
+        let Perplexity { tokens, nats, perplexity } = report.found;
         format!("perplexity {perplexity:.4} ({nats:.5} nats per token, {tokens} tokens)")
     })
 }

@@ -79,14 +79,23 @@ fn commands_print_80_columns_and_the_next_command() {
         "{text}"
     );
     assert_narrow(&text);
-    // Activations of FP4 products, and the `lm_head`, are int8 by default.
-    let printed = |options: &[&str]| {
-        let text = stdout(llama(&[&generate[..], &["--json"], options].concat()).output().unwrap());
-        let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-        json["texts"].clone()
+    // Activations of FP4 products, and the `lm_head`, are int8 by default, to generate alone.
+    let printed = |command: &[&str], options: &[&str]| -> serde_json::Value {
+        let text = stdout(llama(&[command, &["--json"], options].concat()).output().unwrap());
+        serde_json::from_str(&text).expect("JSON")
     };
-    assert_eq!(printed(&[]), printed(&["--activations", "int8", "--lm-head", "int8"]));
-    printed(&["--activations", "f32", "--lm-head", "as-loaded"]);
+    let formats = |of: &serde_json::Value| [of["activations"].clone(), of["lm_head"].clone()];
+    let (int8, f32) = (printed(&generate, &[]), ["--activations", "f32", "--lm-head", "as-loaded"]);
+    assert_eq!(formats(&int8), ["int8", "int8"]);
+    let asked = printed(&generate, &["--activations", "int8", "--lm-head", "int8"]);
+    assert_eq!((formats(&asked), &asked["texts"]), (formats(&int8), &int8["texts"]));
+    assert_eq!(formats(&printed(&generate, &f32)), ["f32", "as-loaded"]);
+    assert_eq!(formats(&printed(&perplexity, &[])), ["f32", "as-loaded"]);
+    // Of a dense model no product has a choice.
+    let dense = ["generate", trained, "--prompt", "And ", "--tokens", "2", "--activations", "int8"];
+    let refused = llama(&dense).output().unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && said.contains("leave the option out"), "{said}");
 }
 
 #[test]

@@ -80,6 +80,13 @@ impl<'c> Architecture<'c> {
         }
     }
 
+    /// Returns the name of a module in transformers, if that differs from the one in files.
+    pub(crate) fn renamed(self, module: &str) -> Option<String> {
+        self.row.renamed.iter().find_map(|(file, transformers)| {
+            module.strip_prefix(file).map(|rest| format!("{transformers}{rest}"))
+        })
+    }
+
     /// Returns true if the weight of a module, of this shape, is `[.., inputs, outputs]`.
     pub(crate) fn is_transposed(self, module: &str, shape: &[usize]) -> bool {
         let [.., rows, cols] = shape else { return false };

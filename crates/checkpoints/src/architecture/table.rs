@@ -35,9 +35,11 @@ pub(crate) struct Row {
     pub(super) kept: &'static [(&'static str, &'static str)],
     /// Globs of modules that belong to another modality than the model.
     pub(super) modalities: &'static [&'static str],
-    /// Names of output layers that may have no tensor in a file, as they are tied to an embedding,
-    /// or have another name there than in transformers.
+    /// Names of output layers that have no tensor in a file if they are tied to an embedding.
     pub(super) tied: &'static [&'static str],
+    /// Beginnings of the names of modules in files, each with that in transformers, where they
+    /// differ.
+    pub(super) renamed: &'static [(&'static str, &'static str)],
     /// Globs of modules in feed-forward networks, where the names of a preset do not tell them.
     pub(super) feed_forward: &'static [&'static str],
     /// Lists of name ends of layers that have one input if they have one parent. The first list
@@ -133,6 +135,7 @@ pub(super) const ANY: Row = Row {
     kept: &[],
     modalities: MODALITIES,
     tied: &["lm_head"],
+    renamed: &[],
     feed_forward: &[],
     families: &[
         CROSS[0],
@@ -150,10 +153,29 @@ pub(super) const ANY: Row = Row {
     transformers: TransformersLoad::Packed,
 };
 
+const LLAMA: Row = Row {
+    types: &[
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "olmo2",
+        "smollm3",
+    ],
+    linear: &["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    families: &[QKV, GATE_UP],
+    ..ANY
+};
+
 const GPT_NEOX: Row = Row {
     types: &["gpt_neox"],
     linear: &["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-    tied: &["embed_out", "lm_head"],
+    tied: &["embed_out"],
+    renamed: &[("embed_out", "lm_head")],
     families: &[],
     ..ANY
 };
@@ -181,24 +203,16 @@ const BERT: Row = Row {
 };
 
 /// The architectures.
-pub(super) const ROWS: [Row; 19] = [
+pub(super) const ROWS: [Row; 20] = [
+    LLAMA,
     Row {
-        types: &[
-            "llama",
-            "mistral",
-            "qwen2",
-            "qwen3",
-            "gemma",
-            "gemma2",
-            "gemma3",
-            "gemma3_text",
-            "granite",
-            "olmo2",
-            "smollm3",
+        types: &["gemma3"],
+        renamed: &[
+            ("language_model.model.", "model.language_model."),
+            ("vision_tower.", "model.vision_tower."),
+            ("multi_modal_projector.", "model.multi_modal_projector."),
         ],
-        linear: &["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        families: &[QKV, GATE_UP],
-        ..ANY
+        ..LLAMA
     },
     Row {
         types: &["phi3"],
@@ -272,8 +286,14 @@ pub(super) const ROWS: [Row; 19] = [
         ..ANY
     },
     GPT_NEOX,
-    Row { types: &["bloom"], tied: ANY.tied, ..GPT_NEOX },
-    Row { types: &["falcon"], tied: ANY.tied, transformers: TransformersLoad::Decoded, ..GPT_NEOX },
+    Row { types: &["bloom"], tied: ANY.tied, renamed: ANY.renamed, ..GPT_NEOX },
+    Row {
+        types: &["falcon"],
+        tied: ANY.tied,
+        renamed: ANY.renamed,
+        transformers: TransformersLoad::Decoded,
+        ..GPT_NEOX
+    },
     OPT,
     Row { types: &["whisper"], tied: &["proj_out"], ..OPT },
     // Both of its modalities are the model.

@@ -63,6 +63,10 @@ impl Dialect for ComfyUi {
         Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
     }
 
+    fn patterns_file(&self, _: &Container) -> Option<&'static str> {
+        None
+    }
+
     fn writer(&self) -> Option<&'static dyn Write> {
         None
     }

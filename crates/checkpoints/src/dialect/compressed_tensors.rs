@@ -89,7 +89,6 @@ impl Dialect for CompressedTensors {
             producer: None,
             quant_config: None,
         };
-        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
         Ok((weights, quantization))
     }
 

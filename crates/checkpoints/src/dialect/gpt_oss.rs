@@ -48,9 +48,7 @@ impl Dialect for GptOss {
         let ignore = container.quantization().and_then(|c| c.get("modules_to_not_convert"));
         let ignore = patterns(ignore, Syntax::Unmarked);
         let dialect = self.name();
-        let quantization = Quantization { dialect, ignore, ..Quantization::default() };
-        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
-        Ok((weights, quantization))
+        Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {

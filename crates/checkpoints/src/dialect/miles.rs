@@ -48,6 +48,10 @@ impl Dialect for Miles {
         Ok((weights, quantization))
     }
 
+    fn patterns_file(&self, container: &Container) -> Option<&'static str> {
+        modelopt::ModelOpt.patterns_file(container)
+    }
+
     fn writer(&self) -> Option<&'static dyn Write> {
         Some(&Self)
     }

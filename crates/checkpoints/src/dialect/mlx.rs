@@ -50,9 +50,7 @@ impl Dialect for Mlx {
         let weights = parts::read(container, &[".scales"], |reader, tensor| {
             read_weight(container, config, reader, tensor)
         })?;
-        let quantization = Quantization { dialect: self.name(), ..Quantization::default() };
-        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
-        Ok((weights, quantization))
+        Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {

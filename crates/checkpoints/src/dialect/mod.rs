@@ -32,7 +32,7 @@ use crate::container::Container;
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
 use crate::tensor::Tensor;
-use crate::weight::{Value, Weight};
+use crate::weight::{Quantization, Value, Weight};
 pub use readers::{Known, Program, ProgramRow, ReadBy};
 pub(crate) use scheme::has_dynamic_inputs;
 pub use traits::{Dialect, Frame, Holds, Stated, Write};
@@ -112,6 +112,21 @@ pub(crate) fn detect(
     }
 }
 
+/// Reads a checkpoint in a dialect.
+///
+/// # Errors
+/// As [`Dialect::read`], and an FP8 matrix without the scales that it has by the configs.
+pub(crate) fn read<'a>(
+    dialect: &dyn Dialect,
+    container: &'a Container,
+) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
+    let (weights, quantization) = dialect.read(container)?;
+    if let Some(file) = dialect.patterns_file(container) {
+        parts::check_scaled(container, file, &weights, &quantization)?;
+    }
+    Ok((weights, quantization))
+}
+
 /// The dialect that explains the tensors of a checkpoint that says nothing: no part of a quantized
 /// weight is left alone, and no other dialect puts more of them together. Of several that read the
 /// same weights it is the first.
@@ -126,7 +141,7 @@ fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), 
     };
     let mut best: Vec<(&'static dyn Dialect, Vec<Weight<'_>>)> = Vec::new();
     for dialect in DIALECTS.into_iter().filter(|dialect| !dialect.names_itself()) {
-        let Ok((weights, _)) = dialect.read(container) else { continue };
+        let Ok((weights, _)) = read(dialect, container) else { continue };
         let fewest = best.first().map_or(usize::MAX, |(_, best)| best.len());
         if weights.iter().any(alone) || weights.len() > fewest {
             continue;

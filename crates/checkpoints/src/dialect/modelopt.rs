@@ -74,10 +74,12 @@ impl Dialect for ModelOpt {
         let quantization = quantization(container, self.name())?;
         let companions = ["weight_scale", "weight_scale_2", "weight_scale_inv"];
         let weights = parts::read(container, &companions, read_weight)?;
-        let config = container.quantization().is_some_and(|config| config.get("ignore").is_some());
-        let file = if config { CONFIG } else { QUANT_CONFIG };
-        parts::check_scaled(container, file, &weights, &quantization)?;
         Ok((weights, quantization))
+    }
+
+    fn patterns_file(&self, container: &Container) -> Option<&'static str> {
+        let config = container.quantization().is_some_and(|config| config.get("ignore").is_some());
+        Some(if config { CONFIG } else { QUANT_CONFIG })
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {

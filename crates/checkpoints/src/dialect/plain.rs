@@ -73,6 +73,10 @@ impl Dialect for Plain {
         Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
     }
 
+    fn patterns_file(&self, _: &Container) -> Option<&'static str> {
+        None
+    }
+
     fn writer(&self) -> Option<&'static dyn Write> {
         Some(&Writer)
     }

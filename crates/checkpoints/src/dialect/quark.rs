@@ -45,9 +45,7 @@ impl Dialect for Quark {
         let ignore = config.and_then(|config| config.get("exclude"));
         let ignore = patterns(ignore, Syntax::Both);
         let dialect = self.name();
-        let quantization = Quantization { dialect, ignore, ..Quantization::default() };
-        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
-        Ok((weights, quantization))
+        Ok((weights, Quantization { dialect, ignore, ..Quantization::default() }))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {

@@ -1,5 +1,7 @@
 //! How the weights of a model are quantized, in groups: what configs are written from.
 
+use std::iter;
+
 use burn_fp4_formats::Fp4Format;
 use burn_fp4_policy::{Matcher, Pattern, Syntax};
 
@@ -113,7 +115,8 @@ pub(super) fn patterns(list: Option<&serde_json::Value>, syntax: Syntax) -> Vec<
 ///
 /// A pattern stays one where it can be said and hits no quantized module; otherwise the modules
 /// that it hits are listed. Dense matrices that no pattern hits are added, and output layers of the
-/// architecture without a tensor, so that no reader takes them for quantized ones.
+/// architecture without a tensor, so that no reader takes them for quantized ones; each also by its
+/// name in transformers.
 pub(super) fn ignore_list(
     model: &Model<'_>,
     syntax: Syntax,
@@ -135,7 +138,11 @@ pub(super) fn ignore_list(
     let dense = model.weights.iter().filter(|weight| is_dense_matrix(weight));
     let modules = dense.map(|weight| weight.module().to_owned()).chain(absent_heads(model));
     let listed = |module: &String| kept.iter().any(|matcher| matcher.matches(module));
-    list.extend(modules.filter(|module| !listed(module)));
+    let architecture = Architecture::of(model);
+    for module in modules.filter(|module| !listed(module)) {
+        let renamed = architecture.renamed(&module);
+        list.extend(iter::once(module).chain(renamed));
+    }
     let mut seen = std::collections::HashSet::new();
     list.retain(|text| seen.insert(text.clone()));
     Ok(list)
@@ -152,19 +159,12 @@ fn absent_heads(model: &Model<'_>) -> Vec<String> {
     let heads = Architecture::of(model).tied_output_layers().iter();
     let named = |head: &&str| {
         let within = outer.as_ref().map(|outer| format!("{outer}{head}"));
-        std::iter::once((*head).to_owned()).chain(within).collect::<Vec<_>>()
+        iter::once((*head).to_owned()).chain(within).collect::<Vec<_>>()
     };
-    let heads: Vec<Vec<String>> = heads.map(named).collect();
-    let has =
-        |weight: &Weight<'_>, names: &Vec<String>| names.iter().any(|name| weight.module() == name);
-    // Several names are those of one layer.
-    let quantized =
-        |weight: &Weight<'_>| weight.is_quantized() && heads.iter().any(|names| has(weight, names));
-    if model.weights.iter().any(quantized) {
-        return Vec::new();
-    }
-    let absent = |names: &Vec<String>| !model.weights.iter().any(|weight| has(weight, names));
-    heads.into_iter().filter(absent).flatten().collect()
+    let absent = |names: &Vec<String>| {
+        !model.weights.iter().any(|weight| names.iter().any(|name| weight.module() == name))
+    };
+    heads.map(named).filter(absent).flatten().collect()
 }
 
 /// Returns `config.json` with the quantization in its place; all other fields stay.

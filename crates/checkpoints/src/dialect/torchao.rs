@@ -15,7 +15,7 @@ use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Parts, Reader};
 use super::traits::{Dialect, Write, quant_method};
-use crate::container::{CONFIG, Container};
+use crate::container::Container;
 use crate::error::CheckpointError;
 use crate::fp4::{Order, TensorScale};
 use crate::fp8::Fp8Weight;
@@ -50,9 +50,7 @@ impl Dialect for TorchAo {
         let weights = parts::read(container, &[QDATA], |reader, tensor| {
             read_weight(container, reader, tensor)
         })?;
-        let quantization = Quantization { dialect: self.name(), ..Quantization::default() };
-        parts::check_scaled(container, CONFIG, &weights, &quantization)?;
-        Ok((weights, quantization))
+        Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
     }
 
     fn writer(&self) -> Option<&'static dyn Write> {

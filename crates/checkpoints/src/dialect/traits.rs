@@ -4,7 +4,7 @@ use burn_fp4_formats::Fp4Format;
 use serde_json::json;
 
 use super::readers::ReadBy;
-use crate::container::{Container, gguf::Metadata};
+use crate::container::{CONFIG, Container, gguf::Metadata};
 use crate::error::CheckpointError;
 use crate::tensor::NewTensor;
 use crate::weight::{Model, Quantization, Weight};
@@ -36,6 +36,12 @@ pub trait Dialect: Sync {
         &self,
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError>;
+
+    /// The file with the patterns of modules that are not quantized: every other FP8 matrix has
+    /// scales. None: the dialect has FP8 without scales too.
+    fn patterns_file(&self, _container: &Container) -> Option<&'static str> {
+        Some(CONFIG)
+    }
 
     /// The other direction, if there is one.
     fn writer(&self) -> Option<&'static dyn Write>;

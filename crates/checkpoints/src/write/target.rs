@@ -69,7 +69,7 @@ impl Target {
         match &weight.value {
             Value::Plain(tensor) if tensor.plain().is_none() => options.decode_ggml,
             Value::Plain(tensor) if tensor.dtype.is_fp8() => options.decode_fp8,
-            Value::Plain(tensor) => options.cast_floats.filter(|_| is_wide_matrix(tensor)),
+            Value::Plain(tensor) => options.cast_floats.filter(|_| tensor.is_wide_matrix()),
             Value::Fp8(_) => options.decode_fp8,
             Value::Fp4(_) => options.decode_fp4,
         }
@@ -188,11 +188,6 @@ pub(super) fn cast_of(options: &WriteOptions, fp4: &Fp4Weight<'_>) -> Option<Fp4
     let other =
         |format: &Fp4Format| fp4.format != *format || fp4.block_size != format.row().block_size;
     options.cast.filter(other)
-}
-
-/// Returns true for a matrix of floats wider than 16 bits.
-fn is_wide_matrix(tensor: &Tensor<'_>) -> bool {
-    tensor.is(&[Dtype::F32, Dtype::F64]) && tensor.shape.len() >= 2
 }
 
 /// Checks the reciprocals of scales that the dialect states the other way round: they are finite,

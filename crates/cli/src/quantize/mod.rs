@@ -114,7 +114,8 @@ pub(crate) struct Arguments {
     #[arg(long, requires = "dry_run")]
     all: bool,
     /// Cast the matrices that stay in f32 or f64, such as embeddings, to bf16 or f16. The default
-    /// leaves them in their dtype. A value beyond the range of the new dtype is an error.
+    /// leaves them in their dtype. A value beyond the range of the new dtype is an error, and a
+    /// matrix that the cast changes by more than 1 % is warned of.
     #[arg(long, value_name = "DTYPE", value_parser = narrow)]
     cast_kept: Option<Dtype>,
     /// Go on where an interrupted run of the same command stopped.
@@ -243,9 +244,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         error.into_iter().for_each(unconfirmed);
         copied.warn(&model);
         quantizer.warn();
+        let is_cast = |(at, _): &SquaresAt| planned.decoded_to(*at).is_some();
+        let (cast, measured): (Vec<_>, Vec<_>) = measured.into_iter().partition(is_cast);
         let quantized: usize = selection.groups.iter().map(Vec::len).sum();
         let errors = Errors::new(&model, quantized - measured.len(), measured);
-        finish(arguments.json, out, &report, errors)
+        finish(arguments.json, out, &report, errors, Errors::new(&model, 0, cast))
     })
 }
 
@@ -274,11 +277,7 @@ fn print_warnings(report: &Report, dry_run: bool) {
 /// The note on a result that is mostly matrices of wide floats.
 fn wide_note(outline: &Model<'_>, planned: &Planned<'_>) -> Option<String> {
     let is_wide = |at: &usize| match &outline.weights[*at].value {
-        Value::Plain(tensor) => {
-            tensor.shape.len() >= 2
-                && tensor.is(&[Dtype::F32, Dtype::F64])
-                && planned.decoded_to(*at).is_none()
-        }
+        Value::Plain(tensor) => tensor.is_wide_matrix() && planned.decoded_to(*at).is_none(),
         Value::Fp8(_) | Value::Fp4(_) => false,
     };
     let bytes = planned.bytes();
@@ -331,10 +330,17 @@ fn unheld(error: CheckpointError, wanted: &Model<'_>) -> CliError {
 }
 
 /// Says what was made, how good it is, and what to type next.
-fn finish(json: bool, out: &Path, report: &Report, errors: Errors) -> Result<(), CliError> {
-    errors.warnings().iter().for_each(warn);
+fn finish(
+    json: bool,
+    out: &Path,
+    report: &Report,
+    errors: Errors,
+    cast: Errors,
+) -> Result<(), CliError> {
+    errors.warnings().iter().chain(&cast.cast_warnings()).for_each(warn);
     if json {
-        return print_json(&Done { plan: report, errors });
+        let cast = Some(cast).filter(|cast| cast.count() > 0);
+        return print_json(&Done { plan: report, errors, cast });
     }
     let made = format!("{}: {}", out.display(), report.summary());
     let [made, errors] = [made, errors.summary()].map(|line| wrapped(&line, width()));
@@ -347,6 +353,9 @@ struct Done<'r> {
     #[serde(flatten)]
     plan: &'r Report,
     errors: Errors,
+    /// The errors of matrices that stay and are cast.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cast: Option<Errors>,
 }
 
 /// Bytes of jobs.
@@ -354,8 +363,8 @@ fn bytes<'j>(jobs: impl Iterator<Item = &'j Job>) -> u64 {
     jobs.map(|job| job.bytes).sum()
 }
 
-/// Does the work. Returns what the file system has not confirmed at its end, and the errors, also
-/// those that an earlier run has noted.
+/// Does the work. Returns what the file system has not confirmed at its end, and the errors of
+/// weights that are quantized or cast, also those that an earlier run has noted.
 fn write(
     work: &Work<'_, '_>,
     mut output: Output<'_>,

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use burn_fp4_checkpoints::{Model, Output, Piece, Planned, Reader, Value, Weight};
+use burn_fp4_checkpoints::{Dtype, Model, Output, Piece, Planned, Reader, Tensor, Value, Weight};
 use burn_fp4_search::Fp4Scheme;
 use indicatif::ProgressBar;
 
@@ -50,12 +50,13 @@ enum Made<'w, 'c> {
     /// A job that is quantized.
     Quantized { job: &'w Job, weights: Vec<Quantized>, taken: Taken<'w> },
     /// A weight that stays quantized as it was, or is cast.
-    Kept { job: &'w Job, weight: Box<Weight<'c>>, taken: Taken<'w> },
+    Kept { job: &'w Job, weight: Box<Weight<'c>>, cast: Option<Squares>, taken: Taken<'w> },
     /// A part of one that is copied.
     Piece { piece: Piece<'w>, bytes: Vec<u8>, taken: Taken<'w> },
 }
 
-/// Does all of the work. Returns the errors of what it has quantized, by places in the model.
+/// Does all of the work. Returns the errors of what it has quantized or cast, by places in the
+/// model.
 pub(super) fn run(
     work: &Work<'_, '_>,
     output: &mut Output<'_>,
@@ -136,10 +137,13 @@ fn read_kept<'w, 'c>(
         if !work.planned.copies(at) {
             let taken = work.budget.take(job.memory);
             let weight = Box::new(work.reader.weight(weight)?);
+            let mut cast = None;
             if let Value::Plain(tensor) = &weight.value {
                 work.copied.look(work.model, at, &tensor.bytes);
+                let dtype = work.planned.decoded_to(at);
+                cast = dtype.and_then(|dtype| error_of_cast(tensor, dtype));
             }
-            if to_write.send(Made::Kept { job, weight, taken }).is_err() {
+            if to_write.send(Made::Kept { job, weight, cast, taken }).is_err() {
                 return Ok(false);
             }
             continue;
@@ -173,13 +177,33 @@ fn quantize<'w>(
     Ok(())
 }
 
+/// Bytes that are cast at a time to measure the error.
+const PIECE: usize = 1 << 20;
+
+/// The error of casting a tensor of floats. None: it cannot be cast, which writing it tells.
+fn error_of_cast(tensor: &Tensor<'_>, dtype: Dtype) -> Option<Squares> {
+    let from = tensor.plain()?;
+    let mut squares = Squares::default();
+    for bytes in tensor.bytes.chunks(PIECE) {
+        let shape = vec![8 * bytes.len() / from.bitsize()];
+        let piece = Tensor::new(tensor.name.clone(), from, shape, bytes).ok()?;
+        let (before, after) = (piece.to_f32().ok()?, piece.decode(dtype).ok()?.to_f32().ok()?);
+        for (before, after) in before.into_iter().zip(after) {
+            let (before, after) = (f64::from(before), f64::from(after));
+            squares.values[0] += (after - before).powi(2);
+            squares.values[1] += before * before;
+        }
+    }
+    Some(squares)
+}
+
 /// The errors of a weight as the note on it, exactly.
 fn note(Squares { values, outputs }: Squares) -> String {
     let sums = values.into_iter().chain(outputs.into_iter().flatten());
     sums.map(|sum| sum.to_string()).collect::<Vec<_>>().join(" ")
 }
 
-/// The errors of weights that an earlier run has quantized, by their places in the model.
+/// The errors of weights that an earlier run has quantized or cast, by their places in the model.
 pub(super) fn noted(output: &Output<'_>) -> BTreeMap<usize, Squares> {
     let squares = |(at, note): (usize, &str)| {
         let sums: Vec<f64> = note.split(' ').filter_map(|sum| sum.parse().ok()).collect();
@@ -211,10 +235,15 @@ fn write(
                 drop((weights, taken));
                 work.bar.inc(job.bytes);
             }
-            Made::Kept { job, weight, taken } => {
-                begin(job.weights[0]);
+            Made::Kept { job, weight, cast, taken } => {
                 let at = job.weights[0];
-                output.write_noting(at, &weight, &work.copied.note(at))?;
+                begin(at);
+                // The error of values that are not finite says nothing.
+                let (not_finite, cast) = (work.copied.note(at), cast.map(|cast| (at, cast)));
+                let cast = cast.filter(|_| not_finite.is_empty());
+                let note = cast.map_or(not_finite, |(_, cast)| note(cast));
+                output.write_noting(at, &weight, &note)?;
+                errors.extend(cast);
                 drop((weight, taken));
                 work.bar.inc(job.bytes);
             }

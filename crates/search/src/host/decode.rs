@@ -19,8 +19,11 @@ use crate::e2m1::twice_element;
 /// Number of channels decoded together: two codes of each of 16 bytes.
 pub(super) const GROUP: usize = 32;
 
-/// Asks for the memory some bytes behind values: the processor's own prefetching starts anew with
-/// every page of memory.
+/// Number of bytes that are prefetched before they are read.
+pub(super) const AHEAD: usize = 2048;
+
+/// Prefetches the cache line some bytes after the first value: the processor's own prefetching
+/// starts anew with every page of memory.
 #[inline(always)]
 pub(super) fn prefetch<T>(values: &[T], distance: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -36,7 +39,6 @@ pub(super) fn prefetch<T>(values: &[T], distance: usize) {
 /// Returns the distance to prefetch, if some bytes are read together: a multiple of them.
 #[inline(always)]
 pub(super) fn prefetch_distance(together: usize) -> usize {
-    const AHEAD: usize = 2048;
     AHEAD.next_multiple_of(together)
 }
 

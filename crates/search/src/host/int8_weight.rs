@@ -7,7 +7,7 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::arch::{arch, is_worth_threads};
-use super::decode::prefetch;
+use super::decode::{AHEAD, prefetch};
 use super::dots::total;
 use super::panels::{self, PANEL};
 use crate::error::SearchError;
@@ -17,9 +17,7 @@ pub const INT8_BLOCK: usize = 32;
 
 /// Number of rows of the input that are multiplied while a row of the weight is decoded.
 const INPUTS: usize = 4;
-/// Number of bytes that are prefetched before they are read.
-const AHEAD: usize = 2048;
-/// Number of bytes per parallel task: a part of the second-level cache.
+/// Number of bytes per parallel task, of one panel at least: a part of the second-level cache.
 const TASK_BYTES: usize = 1 << 15;
 /// Number of multiplications of a thread in a microsecond.
 const PER_MICROSECOND: usize = 1 << 13;
@@ -184,7 +182,7 @@ fn row_dots<S: Simd, const M: usize>(
     for (at, (codes, scale)) in codes.iter().zip(scales).enumerate() {
         prefetch(codes, AHEAD);
         if at % LINE_BLOCKS == 0 {
-            prefetch(&scales[at..], AHEAD / LINE_BLOCKS);
+            prefetch(&scales[at..], AHEAD / INT8_BLOCK * size_of::<f32>());
         }
         let mut values = [0f32; INT8_BLOCK];
         for (value, code) in values.iter_mut().zip(codes) {

@@ -7,14 +7,12 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::error::SearchError;
-use crate::host::arch::{arch, is_worth_threads};
+use crate::host::arch::{TASK, arch, is_worth_threads};
 use crate::host::decode::{prefetch, prefetch_distance};
 use crate::host::dots::dots;
 
 /// Number of values of a weight that a thread reads in a microsecond.
 const PER_MICROSECOND: usize = 1 << 12;
-/// Number of values of a weight per parallel task of whole rows.
-const TASK: usize = 1 << 16;
 /// Number of columns that a task multiplies at least: their sums stay in the first-level cache, and
 /// a row of them is enough for prefetching.
 const COLUMNS: usize = 256;

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use burn_fp4::checkpoints::selection::{Decision, Policy, Reason, Selection};
+use burn_fp4::checkpoints::selection::Selection;
 use burn_fp4::checkpoints::{Checkpoint, CheckpointError, Model};
-use burn_fp4::policy::PolicyError;
+use burn_fp4::policy::{Decision, Policy, PolicyError, Reason};
 use burn_fp4::{
     CheckpointMap, FileLayout, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Fp4Scheme, Indivisible,
     Method, Outcome, Recipe, RecipeFormat, RecipeWeights, Unused,

@@ -6,8 +6,8 @@ use burn::optim::{AdamConfig, GradientsParams};
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fp4::{
-    CheckpointMap, Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Report, Fp4Scheme, OpsError,
-    Outcome, PackedWeight, Reason, ops,
+    CheckpointMap, Fp4Config, Fp4Error, Fp4Linear, Fp4Module, Fp4Report, Fp4Scheme, KeepReason,
+    OpsError, Outcome, PackedWeight, ops,
 };
 use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
 use tests::engines::devices;
@@ -470,7 +470,7 @@ fn the_steps_of_the_guide_end_in_a_record_and_a_checkpoint() {
         let report = words.lora_fp4(&Lora::new(4, 8.0)).unwrap();
         assert_eq!(paths_of_adapters(&report), ["embed.weight", "head.weight"], "{name}");
         let frozen = report.get("norm.gamma").unwrap();
-        assert!(matches!(frozen.outcome, Outcome::Kept { reason: Reason::Rank }), "{name}");
+        assert!(matches!(frozen.outcome, Outcome::Kept { reason: KeepReason::Rank }), "{name}");
         let json = serde_json::to_string(&report).unwrap();
         assert_eq!(serde_json::from_str::<Fp4Report>(&json).unwrap(), report);
         assert!(report.to_string().contains("2 of 5 parameters have an adapter"), "{report}");

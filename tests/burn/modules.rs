@@ -12,7 +12,8 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_fp4::{
     Activations, Blocks, Calibration, Candidate, DequantizeReason, FakeQuantizeConfig, Fp4Config,
     Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible,
-    MatmulPath, Method, NonFinite, OpsError, Outcome, PackedWeight, Reason, ScaleRule, Sse, Unused,
+    KeepReason, MatmulPath, Method, NonFinite, OpsError, Outcome, PackedWeight, ScaleRule, Sse,
+    Unused,
 };
 use tests::engines::devices;
 use tests::inputs::normals;
@@ -62,7 +63,7 @@ fn quantized(report: &burn_fp4::Fp4Report) -> Vec<&str> {
     report.quantized().map(|parameter| parameter.path.as_str()).collect()
 }
 
-fn reason<'a>(report: &'a burn_fp4::Fp4Report, path: &str) -> &'a Reason {
+fn reason<'a>(report: &'a burn_fp4::Fp4Report, path: &str) -> &'a KeepReason {
     let parameter = report.parameters.iter().find(|parameter| parameter.path == path);
     match &parameter.unwrap_or_else(|| panic!("no parameter `{path}` in the report")).outcome {
         Outcome::Kept { reason } => reason,
@@ -79,8 +80,8 @@ fn linears_are_quantized_and_everything_else_is_untouched() {
         let expected: Vec<_> = (0..4).map(|layer| format!("layers.{layer}.weight")).collect();
         let expected: Vec<_> = expected.iter().map(String::as_str).chain(["head.weight"]).collect();
         assert_eq!(quantized(&report), expected, "{name}");
-        assert_eq!(*reason(&report, "embedding.weight"), Reason::Container);
-        assert_eq!(*reason(&report, "layers.0.bias"), Reason::Rank);
+        assert_eq!(*reason(&report, "embedding.weight"), KeepReason::Container);
+        assert_eq!(*reason(&report, "layers.0.bias"), KeepReason::Rank);
         // Every float parameter is in the report.
         assert_eq!(report.parameters.len(), 1 + 4 * 2 + 2 + 1);
 
@@ -117,8 +118,8 @@ fn weights_are_selected_by_pattern_container_and_layer() {
     let (paths, report) =
         select(Fp4Config::nvfp4().include("layers.*.weight").exclude("layers.2.*"));
     assert_eq!(paths, ["layers.0.weight", "layers.1.weight", "layers.3.weight"]);
-    assert_eq!(*reason(&report, "head.weight"), Reason::NotIncluded);
-    let excluded = Reason::Excluded { pattern: "layers.2.*".to_owned() };
+    assert_eq!(*reason(&report, "head.weight"), KeepReason::NotIncluded);
+    let excluded = KeepReason::Excluded { pattern: "layers.2.*".to_owned() };
     assert_eq!(*reason(&report, "layers.2.weight"), excluded);
 
     // `*` crosses dots, and the name of a layer is one of its weight too.
@@ -129,8 +130,8 @@ fn weights_are_selected_by_pattern_container_and_layer() {
 
     let (paths, report) = select(Fp4Config::nvfp4().keep_first(1).keep_last(2));
     assert_eq!(paths, ["layers.1.weight", "head.weight"]);
-    assert_eq!(*reason(&report, "layers.0.weight"), Reason::FirstLayers { layer: 0 });
-    assert_eq!(*reason(&report, "layers.2.weight"), Reason::LastLayers { layer: 2 });
+    assert_eq!(*reason(&report, "layers.0.weight"), KeepReason::FirstLayers { layer: 0 });
+    assert_eq!(*reason(&report, "layers.2.weight"), KeepReason::LastLayers { layer: 2 });
 
     let embedding = Fp4Config::nvfp4().without_container("Linear").container("Embedding", 1);
     let (paths, report) = select(embedding);
@@ -232,7 +233,7 @@ fn an_axis_that_blocks_do_not_divide_is_an_error_or_a_reported_skip() {
 
     let report = odd().quantize_fp4(&Fp4Config::nvfp4().indivisible(Indivisible::Skip)).unwrap();
     assert_eq!(quantized(&report), ["1.weight"]);
-    let skipped = Reason::Indivisible { axis: 0, length: 24, block_size: 16 };
+    let skipped = KeepReason::Indivisible { axis: 0, length: 24, block_size: 16 };
     assert_eq!(*reason(&report, "0.weight"), skipped);
 }
 
@@ -455,7 +456,7 @@ fn quantizing_again_leaves_packed_weights_alone() {
     let before = floats(net.layers[0].weight.val());
     let report = net.quantize_fp4(&Fp4Config::mxfp4()).unwrap();
     assert_eq!(quantized(&report), ["head.weight"]);
-    assert_eq!(*reason(&report, "layers.0.weight"), Reason::AlreadyQuantized);
+    assert_eq!(*reason(&report, "layers.0.weight"), KeepReason::AlreadyQuantized);
     assert_eq!(floats(net.layers[0].weight.val()), before);
 
     let error = net.quantize_fp4(&Fp4Config::mxfp4()).unwrap_err();
@@ -477,8 +478,11 @@ fn adapters_of_burn_are_left_alone() {
     ];
     let report = net.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     assert_eq!(quantized(&report), ["1.weight"]);
-    assert_eq!(*reason(&report, "0.weight"), Reason::Reparameterized { name: "lora".to_owned() });
-    assert_eq!(*reason(&report, "0.weight.lora.a"), Reason::PartOfReparameterization);
+    assert_eq!(
+        *reason(&report, "0.weight"),
+        KeepReason::Reparameterized { name: "lora".to_owned() }
+    );
+    assert_eq!(*reason(&report, "0.weight.lora.a"), KeepReason::PartOfReparameterization);
     assert!(net[0].weight.adapter().is_some());
 }
 
@@ -847,13 +851,13 @@ fn weights_without_values_stay_dense_with_a_reason() {
             for method in [burn_fp4::Method::Amax, burn_fp4::Method::SSE] {
                 let mut layers = layers.clone();
                 let report = layers.quantize_fp4(&Fp4Config::nvfp4().method(method)).unwrap();
-                assert_eq!(*reason(&report, "0.weight"), Reason::Empty, "{name}");
+                assert_eq!(*reason(&report, "0.weight"), KeepReason::Empty, "{name}");
                 assert_eq!(layers[0].weight.val().dims(), shape, "{name}");
                 assert_eq!(report.get("0.weight").unwrap().bits_per_value(), 0.0);
                 assert!(!report.to_string().contains("inf"), "{report}");
             }
             let report = layers.lora_fp4(&Lora::new(4, 8.0)).unwrap();
-            assert_eq!(*reason(&report, "0.weight"), Reason::Empty, "{name}");
+            assert_eq!(*reason(&report, "0.weight"), KeepReason::Empty, "{name}");
             // Codes of it that are given are codes of nothing.
             let given = layers[..1].to_vec().pack_fp4(|weight| {
                 let values = weight.tensor::<2>().expect("a matrix");

@@ -7,8 +7,8 @@ use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fp4::{
     ActivationRange, Blocks, Calibration, Draw, E4m3Range, ErrorMetric, FakeQuantWeight,
-    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, Method, OpsError, Outcome,
-    PackedWeight, Reason, Rounding, Saturated, TensorScaling, ops,
+    FakeQuantizeConfig, Fp4Config, Fp4Error, Fp4Module, Fp4Scheme, KeepReason, Method, OpsError,
+    Outcome, PackedWeight, Rounding, Saturated, TensorScaling, ops,
 };
 use burn_fp4_formats::{Packed, TensorScale};
 use burn_fp4_search::quantize_with_amax;
@@ -265,7 +265,7 @@ fn converted_models_give_the_same_outputs() {
                 assert_bits(&what, &floats(net.forward(x)), &fake);
                 assert_eq!(report.quantized().count(), 1, "{what}");
                 let second = &report.parameters[2];
-                assert_eq!(second.outcome, Outcome::Kept { reason: Reason::NotFakeQuantized });
+                assert_eq!(second.outcome, Outcome::Kept { reason: KeepReason::NotFakeQuantized });
                 assert!(net.first.weight.reparameterization::<PackedWeight>().is_some());
                 assert!(net.second.weight.reparameterization::<PackedWeight>().is_none());
             }
@@ -360,7 +360,7 @@ fn a_failed_fake_quantization_changes_nothing() {
     mixed.quantize_fp4(&Fp4Config::nvfp4().include("first.*")).unwrap();
     let report = mixed.fake_quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let first = &report.parameters[0];
-    assert_eq!(first.outcome, Outcome::Kept { reason: Reason::AlreadyQuantized });
+    assert_eq!(first.outcome, Outcome::Kept { reason: KeepReason::AlreadyQuantized });
     let before = floats(mixed.second.weight.val());
     let error = mixed.convert_fp4().unwrap_err();
     assert!(matches!(&error, Fp4Error::Attached { path, .. } if path == "first.weight"), "{error}");

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn_fp4_checkpoints::selection::Reason;
+use burn_fp4_policy::Reason;
 
 use crate::counted::counted;
 

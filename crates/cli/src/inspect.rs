@@ -1,8 +1,8 @@
 //! `fp4 inspect`: the weights of a checkpoint, and defects that no reader reports.
 
-use burn_fp4_checkpoints::selection::{Decision, Policy, Selection};
+use burn_fp4_checkpoints::selection::Selection;
 use burn_fp4_checkpoints::{Checkpoint, Fp4Facts, Model, Reader, Value, Weight, traps};
-use burn_fp4_policy::Recipe;
+use burn_fp4_policy::{Decision, Policy, Recipe};
 use serde::Serialize;
 
 use crate::checkpoint::{Input, is_of_ggml, is_quantized, model};

@@ -294,6 +294,7 @@ impl From<PolicyError> for Fp4Error {
     fn from(problem: PolicyError) -> Self {
         match problem {
             PolicyError::Scheme(problem) => OpsError::from(problem).into(),
+            PolicyError::SharedScale { weight: path, reason } => Self::SharedScale { path, reason },
             problem => Self::Policy(problem),
         }
     }

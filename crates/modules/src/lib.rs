@@ -79,7 +79,7 @@ pub use linear::Fp4Linear;
 pub use pack::provided::DenseWeight;
 pub use packed_weight::PackedWeight;
 pub use replay::{Replay, ReplayError, ReplayParts, ReplayTensors};
-pub use report::{Fallback, Fp4Report, Outcome, ParameterReport, Reason, SquaredError};
+pub use report::{Fallback, Fp4Report, KeepReason, Outcome, ParameterReport, SquaredError};
 pub use sensitivity::budget::BudgetChoice;
 pub use sensitivity::candidate::Candidate;
 pub use sensitivity::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};

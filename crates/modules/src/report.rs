@@ -116,7 +116,7 @@ pub enum Outcome {
     /// It was not changed; [`lora_fp4`](crate::Fp4Module::lora_fp4) froze it.
     Kept {
         /// Why.
-        reason: Reason,
+        reason: KeepReason,
     },
 }
 
@@ -176,7 +176,7 @@ mod infinite_as_null {
 
 /// Why a weight, or a part of it, got the scales with the smallest squared error instead of those
 /// that a method finds by statistics of inputs.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Fallback {
@@ -206,7 +206,7 @@ impl fmt::Display for Fallback {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
-pub enum Reason {
+pub enum KeepReason {
     /// The type of its layer, the container, is not one that is quantized;
     /// [`Fp4Config::container`](crate::Fp4Config::container) adds it.
     Container,
@@ -259,7 +259,7 @@ pub enum Reason {
     PartOfReparameterization,
 }
 
-impl fmt::Display for Reason {
+impl fmt::Display for KeepReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Container => write!(f, "its layer type is not selected"),

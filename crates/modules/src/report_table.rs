@@ -6,7 +6,7 @@ use burn_fp4_ops::{Fp4Format, MatmulPath};
 use comfy_table::{CellAlignment, Table, presets};
 
 use crate::config::Fp4Config;
-use crate::report::{Fp4Report, Outcome, ParameterReport, Reason};
+use crate::report::{Fp4Report, KeepReason, Outcome, ParameterReport};
 
 /// Columns of a terminal.
 pub(crate) const WIDTH: usize = 80;
@@ -97,12 +97,12 @@ fn outcome(parameter: &ParameterReport) -> String {
         Outcome::Merged => "dense, merged".to_owned(),
         Outcome::Kept { reason } => {
             let kept = match reason {
-                Reason::Container => return format!("kept: {}", parameter.container),
-                Reason::Excluded { .. } => "excluded",
-                Reason::FirstLayers { .. } => "first layers",
-                Reason::LastLayers { .. } => "last layers",
-                Reason::Indivisible { .. } => "indivisible",
-                Reason::Reparameterized { .. } => "attachment",
+                KeepReason::Container => return format!("kept: {}", parameter.container),
+                KeepReason::Excluded { .. } => "excluded",
+                KeepReason::FirstLayers { .. } => "first layers",
+                KeepReason::LastLayers { .. } => "last layers",
+                KeepReason::Indivisible { .. } => "indivisible",
+                KeepReason::Reparameterized { .. } => "attachment",
                 reason => return format!("kept: {reason}"),
             };
             format!("kept: {kept}")
@@ -141,17 +141,17 @@ fn details(parameter: &ParameterReport) -> Option<String> {
         Outcome::Adapted { rank, scale } => format!("adapter of rank {rank}, scale {scale}"),
         Outcome::Merged => "dense, with the adapter added".to_owned(),
         Outcome::Kept { reason } => match reason {
-            Reason::Container => {
+            KeepReason::Container => {
                 let name = &parameter.container;
                 let axis = Fp4Config::axis_of_container(name);
                 let axis = axis.map_or("axis".to_owned(), |axis| axis.to_string());
                 format!("kept: {reason}; `.container(\"{name}\", {axis})` adds it")
             }
-            Reason::Excluded { .. }
-            | Reason::FirstLayers { .. }
-            | Reason::LastLayers { .. }
-            | Reason::Indivisible { .. }
-            | Reason::Reparameterized { .. } => format!("kept: {reason}"),
+            KeepReason::Excluded { .. }
+            | KeepReason::FirstLayers { .. }
+            | KeepReason::LastLayers { .. }
+            | KeepReason::Indivisible { .. }
+            | KeepReason::Reparameterized { .. } => format!("kept: {reason}"),
             _ => return None,
         },
     })

@@ -8,12 +8,12 @@ use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 use std::iter;
 
-use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::formats::Fp4Format;
+use burn_fp4_search::{Fp4Scheme, Method, Sse, TensorScaling};
 
 use crate::error::{PolicyError, RecipeError};
 use crate::families::{families, keep_together};
-use crate::patterns::Patterns;
+use crate::pattern::Patterns;
 use crate::preset::{Names, Preset};
 use crate::reason::Reason;
 use crate::recipe::{Recipe, RecipeWeights};
@@ -144,6 +144,7 @@ impl Policy {
     /// # Errors
     /// [`PolicyError::Malformed`] and [`PolicyError::Pattern`]; [`PolicyError::OtherFormat`] and
     /// [`PolicyError::OtherScheme`] for layers that are fused and would be quantized differently;
+    /// [`PolicyError::SharedScale`] for those that are [listed](Fused::Listed);
     /// [`PolicyError::Scheme`].
     pub fn decide(
         &self,
@@ -176,16 +177,23 @@ impl Policy {
                 scheme.validate()?;
             }
         }
-        let families = families(weights.iter().map(|weight| weight.family));
+        let related = families(weights.iter().map(|weight| weight.family));
         if fused == Fused::Together {
-            keep_together(|at| weights[at].name, &families, &mut reasons);
-            if let Some(other) = of_another_format(&families, &reasons, &schemes) {
+            keep_together(|at| weights[at].name, &related, &mut reasons);
+            if let Some(other) = of_another_format(&related, &reasons, &schemes) {
                 let (dialect, weight) = (by.dialect, weights[other].name.to_owned());
                 return Err(PolicyError::OtherFormat { dialect, weight });
             }
         }
-        let shared = if fused == Fused::Apart || !by.tensor_scales { &[][..] } else { &families };
-        let groups = groups(self.preset(), weights, shared, &reasons, &schemes);
+        let sharing = match fused {
+            Fused::Scale | Fused::Together if by.tensor_scales => {
+                fused_layers(self.preset(), weights, &related, &reasons, &schemes)
+            }
+            Fused::Listed => listed(weights, &related, &reasons, &schemes)?,
+            Fused::Apart | Fused::Scale | Fused::Together => HashMap::new(),
+        };
+        let group = |at: usize| reasons[at].is_none().then(|| sharing.get(&at).ok_or(at));
+        let groups = families((0..reasons.len()).map(group));
         for members in &groups {
             let (first, scheme) = (members[0], schemes[members[0]]);
             if let Some(&other) = members.iter().find(|&&at| schemes[at] != scheme) {
@@ -310,19 +318,19 @@ fn of_another_format(
     })
 }
 
-/// Groups the quantized weights: those of a family together if they can share a tensor scale.
-fn groups(
+/// Finds the weights of families that can share a tensor scale: by weight the number of its family.
+fn fused_layers(
     preset: Preset,
     weights: &[WeightInfo<'_>],
     families: &[Vec<usize>],
     reasons: &[Option<Reason>],
     schemes: &[Option<Fp4Scheme>],
-) -> Vec<Vec<usize>> {
+) -> HashMap<usize, usize> {
     let shares = |first: usize, at: usize| {
         let layout = [first, at].map(|at| layout(&schemes[at]));
         layout[0].is_some_and(|(format, _)| format.row().tensor_scale) && layout[0] == layout[1]
     };
-    let mut family: HashMap<usize, usize> = HashMap::new();
+    let mut sharing: HashMap<usize, usize> = HashMap::new();
     for (number, members) in families.iter().enumerate() {
         let first = members.iter().copied().find(|&at| reasons[at].is_none());
         for &at in members {
@@ -334,23 +342,50 @@ fn groups(
                 a.cols == b.cols && single(a) && single(b) && shares(first, at)
             });
             if like && preset.shares(weights[at].name) {
-                family.insert(at, number);
+                sharing.insert(at, number);
             }
         }
     }
-    let mut groups: Vec<Vec<usize>> = Vec::new();
-    let mut known: HashMap<usize, usize> = HashMap::new();
-    for at in (0..reasons.len()).filter(|&at| reasons[at].is_none()) {
-        match family.get(&at) {
-            Some(&number) => {
-                let group = *known.entry(number).or_insert_with(|| {
-                    groups.push(Vec::new());
-                    groups.len() - 1
-                });
-                groups[group].push(at);
+    sharing
+}
+
+/// Finds the weights that share a tensor scale because a user has listed them: by weight the number
+/// of its family. Weights without tensor scales may differ; they share nothing then.
+///
+/// # Errors
+/// [`PolicyError::SharedScale`] for other schemes, and for tensor scales that cannot be shared.
+fn listed(
+    weights: &[WeightInfo<'_>],
+    families: &[Vec<usize>],
+    reasons: &[Option<Reason>],
+    schemes: &[Option<Fp4Scheme>],
+) -> Result<HashMap<usize, usize>, PolicyError> {
+    let mut sharing = HashMap::new();
+    for (number, members) in families.iter().enumerate() {
+        let chosen = members.iter().filter(|&&at| reasons[at].is_none());
+        let chosen: Vec<(usize, Fp4Scheme)> =
+            chosen.filter_map(|&at| Some((at, schemes[at]?))).collect();
+        let [(_, first), _, ..] = chosen[..] else { continue };
+        if chosen.iter().any(|(_, scheme)| scheme.format().row().tensor_scale) {
+            for (at, scheme) in &chosen {
+                let refuse = |reason| {
+                    let weight = weights[*at].name.to_owned();
+                    Err(PolicyError::SharedScale { weight, reason })
+                };
+                if scheme.tensor_scale != TensorScaling::Tensor {
+                    return refuse("its scheme has one per row or a given one");
+                }
+                if scheme.method == Method::Sse(Sse::TensorScale) {
+                    return refuse("its method, sse-tensor-scale, chooses one for every weight");
+                }
+                if *scheme != first {
+                    return refuse("its scheme is not that of its siblings");
+                }
             }
-            None => groups.push(vec![at]),
+        } else if chosen.iter().any(|(_, scheme)| *scheme != first) {
+            continue;
         }
+        sharing.extend(chosen.into_iter().map(|(at, _)| (at, number)));
     }
-    groups
+    Ok(sharing)
 }

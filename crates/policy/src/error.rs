@@ -170,6 +170,14 @@ pub enum PolicyError {
         /// Another weight of its group.
         other: String,
     },
+    /// A weight that a user has listed with others cannot share their tensor scale.
+    #[error("`{weight}` shares its tensor scale, but {reason}")]
+    SharedScale {
+        /// The weight.
+        weight: String,
+        /// Why it cannot.
+        reason: &'static str,
+    },
     /// Choices do not go together.
     #[error(transparent)]
     Scheme(#[from] SearchError),

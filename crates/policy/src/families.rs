@@ -1,6 +1,8 @@
-//! Layers that inference engines fuse, because they have the same input.
+//! Families: layers that have the same input, which inference engines fuse and GPTQ quantizes side
+//! by side.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
+use std::hash::Hash;
 
 use crate::reason::Reason;
 
@@ -15,7 +17,7 @@ use crate::reason::Reason;
 /// assert_eq!(Family::of("layers.0.mlp.gate", &lists), Some(family));
 /// assert_eq!(Family::of("layers.0.mlp.down", &lists), None);
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Family<'n> {
     /// The names before the layer's own.
     pub parent: &'n str,
@@ -41,16 +43,24 @@ pub fn stem<'m>(module: &'m str, end: &str) -> Option<&'m str> {
     module.strip_suffix(end).filter(|stem| stem.is_empty() || stem.ends_with('.'))
 }
 
-/// Finds the families with more than one member; weights have their numbers.
+/// Finds the families: members with equal keys, by their numbers, in the order of the first ones. A
+/// member without a key is in none, and one with a key of its own is alone.
+///
+/// Names are the keys of files and of lists that a user has written ([`Family`]); statistics of
+/// inputs, by their identity, are those of layers that were seen to run.
 #[must_use]
-pub fn families<'n>(of: impl Iterator<Item = Option<Family<'n>>>) -> Vec<Vec<usize>> {
-    let mut families: BTreeMap<Family<'_>, Vec<usize>> = BTreeMap::new();
-    for (at, family) in of.enumerate() {
-        if let Some(family) = family {
-            families.entry(family).or_default().push(at);
+pub fn families<K: Eq + Hash>(keys: impl Iterator<Item = Option<K>>) -> Vec<Vec<usize>> {
+    let mut numbers: HashMap<K, usize> = HashMap::new();
+    let mut families: Vec<Vec<usize>> = Vec::new();
+    for (at, key) in keys.enumerate() {
+        let Some(key) = key else { continue };
+        let number = *numbers.entry(key).or_insert(families.len());
+        match families.get_mut(number) {
+            Some(members) => members.push(at),
+            None => families.push(vec![at]),
         }
     }
-    families.into_values().filter(|members| members.len() > 1).collect()
+    families
 }
 
 /// Keeps all of a family if one is kept.

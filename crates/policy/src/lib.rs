@@ -28,10 +28,9 @@
 //! | `decide.rs` | [`Policy`]: from choices and weights to decisions |
 //! | `weight.rs` | [`WeightInfo`] and [`Constraints`]: facts that the caller supplies |
 //! | `preset.rs` | [`Preset`]: lists of names that are worth 4 bits |
-//! | `families.rs` | [`families`]: layers that inference engines fuse, by names |
+//! | `families.rs` | [`families`]: weights with the same input, by names or by inputs |
 //! | `reason.rs` | [`Reason`]: why a weight is kept |
-//! | `pattern.rs` | [`Pattern`]: a name pattern in everyone's syntax |
-//! | `patterns.rs` | [`Patterns`]: a list of patterns, ready to match weights |
+//! | `pattern.rs` | [`Pattern`]: a name pattern in everyone's syntax; [`Patterns`]: a list |
 //! | `nearest.rs` | the pattern that a user may have meant |
 //! | `error.rs` | [`RecipeError`], [`PolicyError`] |
 
@@ -43,7 +42,6 @@ mod error;
 mod families;
 mod nearest;
 mod pattern;
-mod patterns;
 mod preset;
 mod reason;
 mod recipe;
@@ -53,8 +51,7 @@ pub use burn_fp4_search as search;
 pub use decide::{Decision, Decisions, Policy};
 pub use error::{PolicyError, RecipeError};
 pub use families::{Family, families, keep_together, stem};
-pub use pattern::{Matcher, Pattern, Syntax};
-pub use patterns::Patterns;
+pub use pattern::{Matcher, Pattern, Patterns, Syntax};
 pub use preset::{Preset, PresetRow};
 pub use reason::Reason;
 pub use recipe::{Recipe, RecipeFormat, RecipeWeights};

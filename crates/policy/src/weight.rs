@@ -68,6 +68,9 @@ pub enum Fused {
     Scale,
     /// They share a tensor scale and a format, and all are kept if one is.
     Together,
+    /// Quantized ones share a tensor scale, because the user has listed them: where one of them has
+    /// a tensor scale, all have one scheme. Any shapes may share.
+    Listed,
 }
 
 impl<'w> WeightInfo<'w> {

@@ -10,8 +10,10 @@ mod warning;
 use std::cmp::Reverse;
 
 use burn_fp4_formats::Fp4Format;
-use burn_fp4_policy::{Constraints, Family, Fused, Pattern, Patterns, Recipe, Role, WeightInfo};
-pub use burn_fp4_policy::{Decision, Policy, Preset, Reason};
+use burn_fp4_policy::{
+    Constraints, Decision, Family, Fused, Pattern, Patterns, Policy, Preset, Reason, Recipe, Role,
+    WeightInfo,
+};
 
 use crate::architecture::{Architecture, CONVOLUTION, Roles};
 use crate::dialect::{self, Dialect, Stated, Write};
@@ -31,9 +33,9 @@ const SHOWN: usize = 5;
 /// The decision about every weight of a model.
 ///
 /// ```
-/// use burn_fp4_checkpoints::selection::{Policy, Selection};
+/// use burn_fp4_checkpoints::selection::Selection;
 /// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight};
-/// use burn_fp4_policy::Recipe;
+/// use burn_fp4_policy::{Policy, Recipe};
 ///
 /// # let weights = ["embed_tokens.weight", "up_proj.weight"].map(|name| {
 /// #     let tensor = Tensor::new(name, Dtype::BF16, vec![1, 16], vec![0; 32]).expect("a shape");
@@ -394,7 +396,7 @@ fn family<'w>(architecture: Architecture<'_>, weight: &'w Weight<'_>) -> Option<
     architecture.family(weight.module()).filter(|_| weight.shape().len() >= 2)
 }
 
-/// The families of a model that have more than one member: weights by their places.
+/// The families of a model: weights by their places.
 pub(crate) fn families(model: &Model<'_>) -> Vec<Vec<usize>> {
     let architecture = Architecture::of(model);
     burn_fp4_policy::families(model.weights.iter().map(|weight| family(architecture, weight)))

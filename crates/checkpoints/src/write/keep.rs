@@ -2,13 +2,13 @@
 //! decoded: those that a user names, those whose columns or axes do not fit, and what runs as one
 //! with any of these.
 
-use burn_fp4_policy::{Patterns, keep_together};
+use burn_fp4_policy::{Patterns, Reason, keep_together};
 
 use super::options::WriteOptions;
 use super::target::{Target, cast_of};
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
-use crate::selection::{Reason, families};
+use crate::selection::families;
 use crate::weight::{Model, Value, Weight};
 
 /// A quantized weight that is not changed as all others are.

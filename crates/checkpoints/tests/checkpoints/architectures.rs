@@ -5,10 +5,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn_fp4_checkpoints::selection::{Decision, Matrices, Policy, Reason, Selection, Warning};
+use burn_fp4_checkpoints::selection::{Matrices, Selection, Warning};
 use burn_fp4_checkpoints::{Checkpoint, Dtype, Model, Tensor, Value, Weight, WriteOptions};
 use burn_fp4_formats::Fp4Format;
-use burn_fp4_policy::Recipe;
+use burn_fp4_policy::{Decision, Policy, Reason, Recipe};
 use serde_json::json;
 
 use super::models::fp4;

@@ -1,11 +1,11 @@
 //! Types of ggml other than FP4: the values are the same as in Python's gguf, bit for bit.
 
-use burn_fp4_checkpoints::selection::{Decision, Policy, Reason, Selection};
+use burn_fp4_checkpoints::selection::Selection;
 use burn_fp4_checkpoints::{
     Checkpoint, CheckpointError, Container, Dtype, GgmlRow, Model, Reader, Tensor, TensorProblem,
     Value, Weight, WriteOptions,
 };
-use burn_fp4_policy::Recipe;
+use burn_fp4_policy::{Decision, Policy, Reason, Recipe};
 
 use super::counting::peak;
 use super::models::{ggml, ggml_rows};

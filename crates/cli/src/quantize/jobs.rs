@@ -1,7 +1,8 @@
 //! The work in parts, and the memory that each takes: known from headers alone.
 
-use burn_fp4_checkpoints::selection::{Decision, Selection};
+use burn_fp4_checkpoints::selection::Selection;
 use burn_fp4_checkpoints::{Model, Piece, Planned, Reader};
+use burn_fp4_policy::Decision;
 use burn_fp4_search::{Fp4Scheme, Method};
 
 use super::group::{Group, native};

@@ -3,11 +3,9 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::selection::{
-    DEFAULT, Decision, Matrices, Policy, Preset, Selection, dialect_of,
-};
+use burn_fp4_checkpoints::selection::{DEFAULT, Matrices, Selection, dialect_of};
 use burn_fp4_checkpoints::{CheckpointError, Dtype, Model, dialect};
-use burn_fp4_policy::{PolicyError, Recipe, RecipeError, RecipeWeights};
+use burn_fp4_policy::{Decision, Policy, PolicyError, Preset, Recipe, RecipeError, RecipeWeights};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser};

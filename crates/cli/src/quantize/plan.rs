@@ -2,8 +2,9 @@
 
 use std::cmp::Reverse;
 
-use burn_fp4_checkpoints::selection::{Decision, Matrices, Selection, Warning};
+use burn_fp4_checkpoints::selection::{Matrices, Selection, Warning};
 use burn_fp4_checkpoints::{Model, Planned};
+use burn_fp4_policy::Decision;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use serde::Serialize;
 

@@ -8,14 +8,14 @@ use std::iter;
 use std::path::Path;
 
 use burn::module::Module;
-use burn_fp4_checkpoints::selection::{Decision, Policy, Preset, Selection};
+use burn_fp4_checkpoints::selection::Selection;
 use burn_fp4_checkpoints::{DataType, Dtype, Model, Pattern, Syntax, Tensor, Value, Weight};
 use burn_fp4_ops::Fp4Scheme;
-use burn_fp4_policy::{Recipe, RecipeError, RecipeFormat, RecipeWeights};
+use burn_fp4_policy::{Decision, Policy, Preset, Recipe, RecipeError, RecipeFormat, RecipeWeights};
 
 use crate::config::{Container, Fp4Config};
 use crate::error::Fp4Error;
-use crate::report::{Fp4Report, Outcome, ParameterReport, Reason};
+use crate::report::{Fp4Report, KeepReason, Outcome, ParameterReport};
 use crate::walk::parameters::{Parameter, Walk};
 
 use super::map::{CheckpointMap, turned};
@@ -75,7 +75,7 @@ impl Fp4Report {
     /// layers that inference engines run as one. [`Fp4Error::Mismatch`], [`Fp4Error::Rename`],
     /// [`Fp4Error::Group`] and [`Fp4Error::Experts`] for the map.
     pub fn recipe(&self, map: &CheckpointMap) -> Result<Recipe, Fp4Error> {
-        let attached = Outcome::Kept { reason: Reason::PartOfReparameterization };
+        let attached = Outcome::Kept { reason: KeepReason::PartOfReparameterization };
         let parameters: Vec<&ParameterReport> =
             self.parameters.iter().filter(|one| one.outcome != attached).collect();
         let known = parameters.iter().map(|one| (&*one.path, &*one.container, &*one.shape));
@@ -317,7 +317,7 @@ fn to_recipe(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<Fp4Sch
     let cannot = |what: &str| Err(not_representable(&one.path, what));
     let (scheme, axis) = match &one.outcome {
         Outcome::Quantized { scheme, axis, .. } => (scheme, *axis),
-        Outcome::Kept { reason: Reason::AlreadyQuantized } => {
+        Outcome::Kept { reason: KeepReason::AlreadyQuantized } => {
             return cannot("how it was quantized before");
         }
         Outcome::Kept { .. } | Outcome::Merged => return Ok(None),

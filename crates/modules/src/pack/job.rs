@@ -12,7 +12,7 @@ use crate::packed_weight::PackedWeight;
 use crate::statistics::{Calibration, Inputs};
 use crate::walk::parameters::Parameter;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
-use crate::walk::plan::{Selection, WeightPlan};
+use crate::walk::plan::{ModulePlan, WeightPlan};
 
 use super::outcome::{OutputSums, PackedFacts};
 use super::weight::{AnyWeight, MethodUsed, WeightTask};
@@ -72,7 +72,7 @@ pub(crate) struct Jobs<'a> {
 }
 
 impl<'a> Jobs<'a> {
-    pub(crate) fn new(selection: &'a Selection) -> Self {
+    pub(crate) fn new(selection: &'a ModulePlan) -> Self {
         let mut jobs = Self { list: Vec::new(), by_path: BTreeMap::new() };
         for (at, (number, parameter, plan)) in selection.plans().enumerate() {
             jobs.by_path.insert(&parameter.path, at);
@@ -133,7 +133,7 @@ impl<'a> Jobs<'a> {
     /// than the weight has.
     pub(crate) fn calibrate(
         &mut self,
-        selection: &Selection,
+        selection: &ModulePlan,
         calibration: &Calibration,
     ) -> Result<(), Fp4Error> {
         for (path, axis, slice, gram) in calibration.shared() {
@@ -142,7 +142,7 @@ impl<'a> Jobs<'a> {
                 axis < shape.len() && slice < shape.iter().product::<usize>().max(1)
             };
             let Some(at) = self.at(path) else {
-                let kept = selection.decisions.iter().map(|(parameter, _)| parameter);
+                let kept = selection.parameters.iter().map(|(parameter, _)| parameter);
                 let kept = kept.filter(|parameter| parameter.path == path).any(has);
                 if kept { continue } else { return Err(unknown()) }
             };

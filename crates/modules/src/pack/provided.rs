@@ -10,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 
 use crate::error::Fp4Error;
 use crate::packed_weight::PackedWeight;
-use crate::report::{Fp4Report, Outcome, Reason};
+use crate::report::{Fp4Report, KeepReason, Outcome};
 use crate::walk::parameters::{Parameter, Walk};
 
 use super::outcome::PackedFacts;
@@ -92,7 +92,7 @@ pub(crate) fn pack_provided<M: Module>(
     let parameters = parameters.iter().zip(&facts).map(|(parameter, facts)| match facts {
         Some(facts) => facts.provided(parameter),
         None => {
-            let reason = parameter.attached().unwrap_or(Reason::NotProvided);
+            let reason = parameter.attached().unwrap_or(KeepReason::NotProvided);
             parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
         }
     });

@@ -13,14 +13,14 @@ use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, Outcome};
 use crate::statistics::Calibration;
 use crate::walk::paths::{MapParameters, map_parameters};
-use crate::walk::plan::{Decision, Selection};
+use crate::walk::plan::{ModulePlan, ParameterPlan};
 use crate::walk::select::select;
 
 use super::job::{Jobs, Quantized};
 use super::measure::measure;
 use super::outcome::PackedFacts;
 use super::packed_parameter::placeholder;
-use super::run::{Caches, is_family, pack_family, run_on_devices};
+use super::run::{Caches, family_key, pack_family, run_on_devices};
 use super::weight::AnyWeight;
 
 /// Checks everything, then quantizes.
@@ -37,7 +37,7 @@ pub(crate) fn quantize<M: Module>(
 /// known, whatever their methods use.
 pub(crate) fn quantize_and_compare<M: Module>(
     module: &mut M,
-    selection: &Selection,
+    selection: &ModulePlan,
     calibration: &Calibration,
 ) -> Result<Fp4Report, Fp4Error> {
     let mut jobs = Jobs::new(selection);
@@ -47,7 +47,7 @@ pub(crate) fn quantize_and_compare<M: Module>(
 
 fn quantize_jobs<M: Module>(
     module: &mut M,
-    selection: &Selection,
+    selection: &ModulePlan,
     mut jobs: Jobs<'_>,
     calibration: &Calibration,
 ) -> Result<Fp4Report, Fp4Error> {
@@ -69,7 +69,7 @@ fn quantize_jobs<M: Module>(
 /// not packed by then is put back as it was; if some are packed it is [`Fp4Error::Partial`].
 pub(crate) fn attach<M: Module>(
     module: &mut M,
-    selection: &Selection,
+    selection: &ModulePlan,
     jobs: Jobs<'_>,
 ) -> Result<Fp4Report, Fp4Error> {
     // With the dense weights in a list of their own, each can be freed as soon as it is packed.
@@ -199,11 +199,13 @@ impl AttachQuantized<'_> {
     fn quantize(&mut self, at: usize, weight: &dyn AnyWeight) -> Result<(), OpsError> {
         let Self { jobs, taken, caches, .. } = self;
         let (device, task) = (weight.device(), &jobs.list[at].task);
+        let key = family_key(task);
         let others: Vec<_> = (0..jobs.list.len())
             .filter_map(|other| {
                 let job = &jobs.list[other];
                 let waits = jobs.is_source(other) && job.quantized.is_none();
-                if other == at || !waits || !is_family(task, &job.task) {
+                let in_family = || key.is_some() && family_key(&job.task) == key;
+                if other == at || !waits || !in_family() {
                     return None;
                 }
                 // A weight that was taken out of here is attached already.
@@ -222,13 +224,13 @@ impl AttachQuantized<'_> {
     }
 }
 
-fn report(selection: &Selection, jobs: &Jobs<'_>) -> Fp4Report {
+fn report(selection: &ModulePlan, jobs: &Jobs<'_>) -> Fp4Report {
     let mut packed = jobs.list.iter();
-    let parameters = selection.decisions.iter().map(|(parameter, decision)| match decision {
-        Decision::Keep(reason) => {
+    let parameters = selection.parameters.iter().map(|(parameter, plan)| match plan {
+        ParameterPlan::Keep(reason) => {
             parameter.report(Outcome::Kept { reason: reason.clone() }, parameter.bytes_now())
         }
-        Decision::Quantize(plan) => {
+        ParameterPlan::Quantize(plan) => {
             let job = packed.next().expect("a job for each plan");
             let quantized = jobs.list[job.source].quantized.as_ref().expect("quantized");
             job.facts.as_ref().expect("packed").quantized(parameter, plan, &quantized.used)

@@ -4,6 +4,7 @@
 //! and value. Any other weight is alone.
 
 use std::cmp::Reverse;
+use std::hash::Hash;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
@@ -11,6 +12,7 @@ use std::thread::{self, ScopedJoinHandle};
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_fp4_ops::{Fp4Tensor, Gram, OpsError, quantize_family};
+use burn_fp4_policy::families;
 
 use crate::error::{Fp4Error, caught};
 use crate::packed_weight::PackedWeight;
@@ -144,13 +146,18 @@ fn family_work(channels: usize) -> usize {
     channels * (channels * 2000 + 20_000_000)
 }
 
+/// Divides weights among families, in the order of their first members.
+fn families_of(tasks: &[&WeightTask<'_>]) -> Vec<Vec<usize>> {
+    families(tasks.iter().enumerate().map(|(at, task)| Some(family_key(task).ok_or(at))))
+}
+
 /// Quantizes the weights of a queue, which are on one device; each with its number.
 fn quantize_in_turn(queue: Vec<Queued<'_>>) -> Result<Vec<(usize, Quantized)>, Fp4Error> {
     let mut caches = Caches::default();
     let mut quantized = Vec::with_capacity(queue.len());
     let tasks: Vec<_> = queue.iter().map(|one| one.task).collect();
     let mut queue: Vec<_> = queue.into_iter().map(Some).collect();
-    for family in families(&tasks) {
+    for family in families_of(&tasks) {
         let family: Vec<_> = family.into_iter().filter_map(|at| queue[at].take()).collect();
         let first = &family[0];
         let weights = caught(|| {
@@ -167,34 +174,15 @@ fn quantize_in_turn(queue: Vec<Queued<'_>>) -> Result<Vec<(usize, Quantized)>, F
     Ok(quantized)
 }
 
-/// Divides weights among families, in the order of their first members.
-fn families(tasks: &[&WeightTask<'_>]) -> Vec<Vec<usize>> {
-    let mut families: Vec<Vec<usize>> = Vec::new();
-    for (at, task) in tasks.iter().enumerate() {
-        match families.iter_mut().find(|family| is_family(tasks[family[0]], task)) {
-            Some(family) => family.push(at),
-            None => families.push(vec![at]),
-        }
-    }
-    families
-}
-
-/// Returns true if GPTQ quantizes two weights side by side, if they are on one device.
-pub(super) fn is_family(one: &WeightTask<'_>, other: &WeightTask<'_>) -> bool {
-    let (Some(inputs), Some(other_inputs)) = (&one.inputs, &other.inputs) else { return false };
-    let pointer = |gram: Option<&Arc<Gram>>| gram.map(Arc::as_ptr);
-    let first = pointer(inputs.grams().next());
-    if first.is_none() || first != pointer(other_inputs.grams().next()) {
-        return false;
-    }
-    let known = |task: &WeightTask<'_>| {
-        let plan = task.plan;
-        (task.method_used(), plan.slices(), plan.axis_of_matrices(), plan.scheme.block_size)
-    };
-    let (used, slices, axis, _) = known(one);
-    let by_matrix = axis.is_some() && used.method.gptq().is_some();
-    let same = |slice| pointer(inputs.of(slice)) == pointer(other_inputs.of(slice));
-    by_matrix && known(one) == known(other) && (0..slices).all(same)
+/// Returns the key of the family of a weight: those with equal keys are quantized side by side by
+/// GPTQ, if they are on one device. None: it is quantized alone.
+pub(super) fn family_key(task: &WeightTask<'_>) -> Option<impl Eq + Hash + use<>> {
+    let (plan, used) = (task.plan, task.method_used());
+    used.method.gptq()?;
+    let (inputs, slices) = (task.inputs.as_ref()?, plan.slices());
+    // Weights with the same inputs share the Gram matrices themselves.
+    let grams: Vec<_> = (0..slices).map(|slice| inputs.of(slice).map(Arc::as_ptr)).collect();
+    Some((grams, plan.axis_of_matrices()?, plan.scheme.block_size, used))
 }
 
 /// Values that the next family may use again.
@@ -307,7 +295,7 @@ mod tests {
             })
             .collect();
         let expected: [&[usize]; 5] = [&[0, 2, 5], &[1], &[3], &[4], &[6]];
-        assert_eq!(families(&tasks.iter().collect::<Vec<_>>()), expected);
+        assert_eq!(families_of(&tasks.iter().collect::<Vec<_>>()), expected);
     }
 
     #[test]

@@ -118,7 +118,7 @@ pub(crate) struct WeightTask<'a> {
 }
 
 /// The method that a weight is quantized with, and why it is not the one asked for.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct MethodUsed {
     pub(crate) method: Method,
     pub(crate) fallback: Option<Fallback>,

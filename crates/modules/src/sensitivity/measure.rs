@@ -20,7 +20,7 @@ use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, SquaredError};
 use crate::transfer::read_vectors;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
-use crate::walk::plan::{Selection, WeightPlan};
+use crate::walk::plan::{ModulePlan, WeightPlan};
 use crate::walk::select::select;
 
 use super::candidate::Candidate;
@@ -146,7 +146,7 @@ fn schemes(
 
 impl Weights {
     /// Adds selected weights: a candidate may have to leave some alone that another quantizes.
-    fn add<M: Module>(&mut self, module: &M, selection: &Selection) -> Result<(), Fp4Error> {
+    fn add<M: Module>(&mut self, module: &M, selection: &ModulePlan) -> Result<(), Fp4Error> {
         struct Values<'a> {
             plans: BTreeMap<&'a str, (&'a WeightPlan, usize)>,
             found: &'a mut BTreeMap<String, Dense>,

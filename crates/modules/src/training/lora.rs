@@ -14,7 +14,7 @@ use crate::pack::packed_parameter::{
 };
 use crate::pack::weight::{MethodUsed, quantize_without_inputs};
 use crate::packed_weight::{PackedWeight, edit_next, with_edits};
-use crate::report::{Fp4Report, Outcome, Reason};
+use crate::report::{Fp4Report, KeepReason, Outcome};
 use crate::transfer::read_vectors;
 use crate::walk::parameters::{Parameter, Walk};
 use crate::walk::paths::{
@@ -43,9 +43,9 @@ pub(crate) fn attach<M: Module>(module: &mut M, lora: &Lora) -> Result<Fp4Report
             Some((outcome, bytes)) => {
                 return parameter.report(outcome.clone(), parameter.bytes_now() + bytes);
             }
-            None if parameter.shape.len() != 2 => Reason::Rank,
-            None if parameter.shape.contains(&0) => Reason::Empty,
-            None => Reason::NotInGroup,
+            None if parameter.shape.len() != 2 => KeepReason::Rank,
+            None if parameter.shape.contains(&0) => KeepReason::Empty,
+            None => KeepReason::NotInGroup,
         };
         parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
     };
@@ -107,7 +107,7 @@ pub(crate) fn merge<M: Module>(module: &mut M, config: &Fp4Config) -> Result<Fp4
             parameter.report(Outcome::Merged, parameter.bytes())
         }
         None => {
-            let reason = parameter.attached().unwrap_or(Reason::NotAdapted);
+            let reason = parameter.attached().unwrap_or(KeepReason::NotAdapted);
             parameter.report(Outcome::Kept { reason }, parameter.bytes_now())
         }
         Some((plan, facts)) => {

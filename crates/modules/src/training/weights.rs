@@ -14,11 +14,11 @@ use crate::pack::job::{Job, Jobs};
 use crate::pack::measure::{measure, replace_amaxes};
 use crate::pack::quantize::attach;
 use crate::pack::weight::WeightTask;
-use crate::report::{Fp4Report, Outcome, Reason};
+use crate::report::{Fp4Report, KeepReason, Outcome};
 use crate::transfer::read_vectors;
 use crate::walk::parameters::Walk;
 use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
-use crate::walk::plan::{Decision, Selection, WeightPlan};
+use crate::walk::plan::{ModulePlan, ParameterPlan, WeightPlan};
 use crate::walk::select::select;
 
 /// See [`Fp4Module::fake_quantize_fp4`](crate::Fp4Module::fake_quantize_fp4).
@@ -35,11 +35,11 @@ pub(crate) fn fake_quantize<M: Module>(
     measure(module, &mut jobs, config.learn_tensor_scale)?;
     let mut attach = AttachFakeQuant { config, jobs, learned: BTreeMap::new() };
     *module = module.clone().apply_reparameterization(&mut attach);
-    let parameters = selection.decisions.iter().map(|(parameter, decision)| match decision {
-        Decision::Keep(reason) => {
+    let parameters = selection.parameters.iter().map(|(parameter, plan)| match plan {
+        ParameterPlan::Keep(reason) => {
             parameter.report(Outcome::Kept { reason: reason.clone() }, parameter.bytes())
         }
-        Decision::Quantize(plan) => {
+        ParameterPlan::Quantize(plan) => {
             let learned = config.learn_tensor_scale;
             let outcome =
                 Outcome::FakeQuantized { scheme: plan.scheme, axis: plan.layout.axis, learned };
@@ -132,14 +132,14 @@ impl Reparameterizer for &mut AttachFakeQuant<'_> {
 /// See [`Fp4Module::convert_fp4`](crate::Fp4Module::convert_fp4).
 pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> {
     let walk = Walk::over_values(module);
-    let mut decisions = Vec::new();
+    let mut parameters = Vec::new();
     let mut learned = BTreeSet::new();
     for parameter in walk.parameters {
-        let decision = match (&parameter.fake_quantized, &parameter.reparameterization) {
+        let plan = match (&parameter.fake_quantized, &parameter.reparameterization) {
             (Some(FakeQuantSettings { scheme, axis, .. }), _) => {
                 let layout = Fp4Layout::new(&parameter.shape.clone().into(), *axis, scheme);
                 let layout = layout.map_err(|problem| Fp4Error::at(&parameter.path, problem))?;
-                Decision::Quantize(WeightPlan { layout, shares: None, scheme: *scheme })
+                ParameterPlan::Quantize(WeightPlan { layout, shares: None, scheme: *scheme })
             }
             (None, Some(name)) => {
                 return Err(Fp4Error::Attached { path: parameter.path, name: name.clone() });
@@ -148,11 +148,11 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
                 learned.insert(parameter.path);
                 continue;
             }
-            (None, None) => Decision::Keep(Reason::NotFakeQuantized),
+            (None, None) => ParameterPlan::Keep(KeepReason::NotFakeQuantized),
         };
-        decisions.push((parameter, decision));
+        parameters.push((parameter, plan));
     }
-    let selection = Selection { decisions, unused: Vec::new() };
+    let selection = ModulePlan { parameters, unused: Vec::new() };
     if selection.plans().next().is_none() {
         return Err(Fp4Error::NothingFakeQuantized);
     }

@@ -6,7 +6,7 @@ use burn_fp4_ops::{DequantizeReason, MatmulPath};
 
 use crate::fake_quant_weight::{FakeQuantSettings, FakeQuantWeight};
 use crate::packed_weight::PackedWeight;
-use crate::report::{Outcome, ParameterReport, Reason};
+use crate::report::{KeepReason, Outcome, ParameterReport};
 use crate::walk::paths::{ModulePath, REPARAMETERIZATION, VisitParameters, visit_parameters};
 
 /// A float parameter as the walk found it.
@@ -43,6 +43,11 @@ impl Parameter {
         Self { shape: shape.to_vec(), dtype: Some(dtype), ..self }
     }
 
+    /// The names that patterns may have: its path, and that of its module.
+    pub(crate) fn names(&self) -> [&str; 2] {
+        [&self.path, self.path.strip_suffix(".weight").unwrap_or(&self.path)]
+    }
+
     /// The dtype of a parameter whose value was looked at.
     pub(crate) fn stored_dtype(&self) -> DType {
         self.dtype.unwrap_or(DType::F32)
@@ -63,13 +68,13 @@ impl Parameter {
     }
 
     /// Returns the reason for which nothing can be attached to it, if something is.
-    pub(crate) fn attached(&self) -> Option<Reason> {
+    pub(crate) fn attached(&self) -> Option<KeepReason> {
         if self.inside_reparameterization {
-            return Some(Reason::PartOfReparameterization);
+            return Some(KeepReason::PartOfReparameterization);
         }
         self.reparameterization.as_ref().map(|name| match name == PackedWeight::NAME {
-            true => Reason::AlreadyQuantized,
-            false => Reason::Reparameterized { name: name.clone() },
+            true => KeepReason::AlreadyQuantized,
+            false => KeepReason::Reparameterized { name: name.clone() },
         })
     }
 

@@ -9,15 +9,14 @@ use burn_fp4_policy::Patterns;
 
 use crate::config::{Fp4Config, Unused};
 use crate::error::Fp4Error;
-use crate::report::Reason;
+use crate::report::KeepReason;
 use crate::walk::parameters::Parameter;
-use crate::walk::policy::{check_no_budget, names};
 
 /// A parameter quantized or kept.
 #[derive(Debug, Clone)]
-pub(crate) enum Decision {
+pub(crate) enum ParameterPlan {
     Quantize(WeightPlan),
-    Keep(Reason),
+    Keep(KeepReason),
 }
 
 /// How a parameter is to be quantized.
@@ -44,21 +43,21 @@ impl WeightPlan {
     }
 }
 
-/// The decision about every float parameter of a module.
+/// The plan for every float parameter of a module.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Selection {
+pub(crate) struct ModulePlan {
     /// In the order of the module.
-    pub(crate) decisions: Vec<(Parameter, Decision)>,
+    pub(crate) parameters: Vec<(Parameter, ParameterPlan)>,
     /// Parts of the configuration that nothing uses, as lines.
     pub(crate) unused: Vec<String>,
 }
 
-impl Selection {
+impl ModulePlan {
     /// The parameters that are to be quantized, with their numbers in the order of the module.
     pub(crate) fn plans(&self) -> impl Iterator<Item = (usize, &Parameter, &WeightPlan)> {
-        self.decisions.iter().enumerate().filter_map(|(at, (parameter, decision))| match decision {
-            Decision::Quantize(plan) => Some((at, parameter, plan)),
-            Decision::Keep(_) => None,
+        self.parameters.iter().enumerate().filter_map(|(at, (parameter, plan))| match plan {
+            ParameterPlan::Quantize(plan) => Some((at, parameter, plan)),
+            ParameterPlan::Keep(_) => None,
         })
     }
 
@@ -105,6 +104,19 @@ impl Selection {
     }
 }
 
+/// Checks that nothing else than `quantize_fp4` is to keep a budget.
+///
+/// # Errors
+/// [`Fp4Error::Sensitivity`]: a budget is not a decision about each parameter yet.
+pub(crate) fn check_no_budget(config: &Fp4Config) -> Result<(), Fp4Error> {
+    match config.budget {
+        None => Ok(()),
+        Some(_) => Err(Fp4Error::Sensitivity(
+            "only `quantize_fp4` keeps a budget: choose formats by `fp4_sensitivity` before",
+        )),
+    }
+}
+
 /// How a selected parameter is to be quantized.
 pub(crate) fn plan_selected(
     parameter: &Parameter,
@@ -139,7 +151,7 @@ pub(crate) fn plans_as<'a>(
     let mut plans = Vec::new();
     let mut used = BTreeSet::new();
     for (parameter, axis) in parameters {
-        let matches: Vec<usize> = patterns.matches(names(parameter)).collect();
+        let matches: Vec<usize> = patterns.matches(parameter.names()).collect();
         let last = matches.iter().max().map(|&at| config.overrides[at].change);
         let scheme = last.map_or(config.scheme, |change| change.of(&config.scheme));
         used.extend(matches);

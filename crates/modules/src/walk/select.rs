@@ -1,18 +1,20 @@
-//! One walk over a module that decides about every float parameter.
+//! The decision about every parameter of a module: a configuration and the parameters as the policy
+//! has them, and its decisions as plans.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use burn::module::Module;
 use burn_fp4_ops::OpsError;
-use burn_fp4_policy::{Decision as Decided, Reason as Why};
+use burn_fp4_policy::{
+    Constraints, Decision, Decisions, Family, Fused, Patterns, Policy, Reason, Recipe, WeightInfo,
+    families,
+};
 
-use crate::config::{Fp4Config, Indivisible, Unused};
+use crate::config::{Fp4Config, Indivisible, Override, Unused};
 use crate::error::Fp4Error;
-use crate::report::Reason;
+use crate::report::KeepReason;
 use crate::walk::parameters::{Parameter, Walk};
-use crate::walk::plan::{Decision, Selection, plan_selected};
-use crate::walk::policy::{check_no_budget, decide, is_chosen, unused_containers, unused_patterns};
-use crate::walk::scale_groups::shared_scales;
+use crate::walk::plan::{ModulePlan, ParameterPlan, check_no_budget, plan_selected};
 
 /// Decides about every float parameter of a module, which initializes them.
 ///
@@ -21,48 +23,47 @@ use crate::walk::scale_groups::shared_scales;
 /// [`Fp4Error::Parameter`] for a configuration that does not fit the module;
 /// [`Fp4Error::NothingSelected`] with the reasons; [`Fp4Error::Unused`]; [`Fp4Error::Sensitivity`]
 /// for a budget, which is not a decision about each parameter yet.
-pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Selection, Fp4Error> {
+pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<ModulePlan, Fp4Error> {
     check_no_budget(config)?;
     let parameters = Walk::over_values(module).parameters;
-    let unfit: Vec<Option<Reason>> = parameters
+    let unfit: Vec<Option<KeepReason>> = parameters
         .iter()
         .map(|parameter| parameter.attached().or_else(|| unfit(parameter, config)))
         .collect();
     let fits: Vec<bool> = unfit.iter().map(Option::is_none).collect();
-    let decided = decide(&parameters, &fits, config)?;
-    let schemes: Vec<_> = decided
-        .iter()
-        .map(|decision| match decision {
-            Decided::Quantize { scheme, .. } => Some(*scheme),
-            Decided::Keep(_) => None,
-        })
-        .collect();
-    let groups = shared_scales(&parameters, &schemes, config)?;
-    let mut unused = unused_patterns(&parameters, &decided, config)?;
+    let lists = Lists::new(config)?;
+    let decided = decide(&parameters, &fits, config, Some(&lists))?;
+    let mut unused = unused_patterns(&parameters, &decided.weights, config)?;
     unused.extend(unused_containers(&parameters, config));
 
-    let mut decisions = Vec::with_capacity(parameters.len());
-    for (at, (parameter, decided)) in parameters.into_iter().zip(decided).enumerate() {
-        let decision = match (&unfit[at], decided) {
-            (Some(reason), _) => Decision::Keep(reason.clone()),
-            (None, Decided::Keep(reason)) => Decision::Keep(kept(&parameter, reason, config)?),
-            (None, Decided::Quantize { scheme, .. }) => {
+    let mut plans = Vec::with_capacity(parameters.len());
+    for ((parameter, unfit), decision) in parameters.into_iter().zip(unfit).zip(decided.weights) {
+        let plan = match (unfit, decision) {
+            (Some(reason), _) => ParameterPlan::Keep(reason),
+            (None, Decision::Keep(reason)) => {
+                ParameterPlan::Keep(kept(&parameter, reason, config)?)
+            }
+            (None, Decision::Quantize { scheme, group }) => {
                 let mut plan = plan_selected(&parameter, &scheme, config)?;
-                plan.shares = groups.of.get(&at).cloned();
-                Decision::Quantize(plan)
+                if decided.groups[group].len() > 1 {
+                    plan.shares = lists.family(&parameter.path).map(|family| lists.name(&family));
+                }
+                ParameterPlan::Quantize(plan)
             }
         };
-        decisions.push((parameter, decision));
+        plans.push((parameter, plan));
     }
-    let mut selection = Selection { decisions, unused };
+    let mut selection = ModulePlan { parameters: plans, unused };
     if selection.plans().next().is_none() {
         return Err(nothing_selected(&selection, config));
     }
-    selection.unused.extend(groups.unused);
+    let paths: Vec<_> = selection.plans().map(|(_, parameter, _)| &*parameter.path).collect();
+    let (unused, lone) = (lists.unused(&paths), lists.lone(&paths));
+    selection.unused.extend(unused);
     if config.unused == Unused::Error && !selection.unused.is_empty() {
         return Err(Fp4Error::Unused(selection.unused));
     }
-    selection.unused.extend(groups.lone);
+    selection.unused.extend(lone);
     Ok(selection)
 }
 
@@ -70,7 +71,7 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Select
 /// with the axis that is contracted.
 ///
 /// # Errors
-/// As [`select`]. Whether there are statistics ([`Fp4Error::Uncalibrated`]) is not checked here.
+/// As [`select`]. Missing statistics ([`Fp4Error::Uncalibrated`]) are no error here.
 pub(crate) fn planned_axes<M: Module>(
     module: &M,
     config: &Fp4Config,
@@ -80,64 +81,268 @@ pub(crate) fn planned_axes<M: Module>(
     Ok(plans.map(|(_, parameter, plan)| (parameter.path.clone(), plan.layout.axis)).collect())
 }
 
-fn nothing_selected(selection: &Selection, config: &Fp4Config) -> Fp4Error {
+fn nothing_selected(selection: &ModulePlan, config: &Fp4Config) -> Fp4Error {
     let quantized = quantized_already(selection, config);
     if !quantized.is_empty() {
         return Fp4Error::AlreadyQuantized(quantized);
     }
-    let reasons = selection.decisions.iter().filter_map(|(parameter, decision)| match decision {
-        Decision::Keep(reason) => Some(format!("\n  {}: {reason}", parameter.path)),
-        Decision::Quantize(_) => None,
+    let reasons = selection.parameters.iter().filter_map(|(parameter, plan)| match plan {
+        ParameterPlan::Keep(reason) => Some(format!("\n  {}: {reason}", parameter.path)),
+        ParameterPlan::Quantize(_) => None,
     });
     let unused = selection.unused.iter().map(|line| format!("\n  {line}"));
     Fp4Error::NothingSelected(reasons.chain(unused).collect())
 }
 
 /// The paths of weights that would be selected if they were not quantized already.
-fn quantized_already(selection: &Selection, config: &Fp4Config) -> Vec<String> {
-    let quantized = selection.decisions.iter().filter_map(|(parameter, decision)| match decision {
-        Decision::Keep(Reason::AlreadyQuantized) => Some(parameter.clone()),
-        Decision::Keep(_) | Decision::Quantize(_) => None,
+fn quantized_already(selection: &ModulePlan, config: &Fp4Config) -> Vec<String> {
+    let quantized = selection.parameters.iter().filter_map(|(parameter, plan)| match plan {
+        ParameterPlan::Keep(KeepReason::AlreadyQuantized) => Some(parameter.clone()),
+        ParameterPlan::Keep(_) | ParameterPlan::Quantize(_) => None,
     });
     let quantized: Vec<Parameter> = quantized.collect();
     let fits: Vec<bool> = quantized.iter().map(|one| unfit(one, config).is_none()).collect();
     let all = Fp4Config { keep_first: 0, keep_last: 0, ..config.clone() };
-    let chosen = decide(&quantized, &fits, &all).unwrap_or_default();
-    let chosen = quantized.into_iter().zip(chosen).filter(|(_, decision)| is_chosen(decision));
+    let chosen = decide(&quantized, &fits, &all, None).map(|decided| decided.weights);
+    let chosen = quantized.into_iter().zip(chosen.unwrap_or_default());
+    let chosen = chosen.filter(|(_, decision)| is_chosen(decision));
     chosen.map(|(parameter, _)| parameter.path).collect()
 }
 
 /// Finds the reason for which no configuration of these containers could select a parameter,
 /// whatever is attached to it.
-fn unfit(parameter: &Parameter, config: &Fp4Config) -> Option<Reason> {
+fn unfit(parameter: &Parameter, config: &Fp4Config) -> Option<KeepReason> {
     if parameter.shape.len() < 2 {
-        return Some(Reason::Rank);
+        return Some(KeepReason::Rank);
     }
     if !config.containers.iter().any(|container| container.name == parameter.container) {
-        return Some(Reason::Container);
+        return Some(KeepReason::Container);
     }
-    parameter.shape.contains(&0).then_some(Reason::Empty)
+    parameter.shape.contains(&0).then_some(KeepReason::Empty)
 }
 
 /// Returns the reason for which a parameter that fits is kept.
 ///
 /// # Errors
 /// [`Fp4Error::Parameter`] if blocks do not divide it, unless the configuration says to skip it.
-fn kept(parameter: &Parameter, reason: Why, config: &Fp4Config) -> Result<Reason, Fp4Error> {
+fn kept(parameter: &Parameter, reason: Reason, config: &Fp4Config) -> Result<KeepReason, Fp4Error> {
     Ok(match reason {
-        Why::Asked(pattern) => Reason::Excluded { pattern },
-        Why::Layer(layer) if layer < config.keep_first => Reason::FirstLayers { layer },
-        Why::Layer(layer) => Reason::LastLayers { layer },
-        Why::Columns { cols: length, of: block_size } => {
+        Reason::Asked(pattern) => KeepReason::Excluded { pattern },
+        Reason::NotAsked => KeepReason::NotIncluded,
+        Reason::Layer(layer) if layer < config.keep_first => KeepReason::FirstLayers { layer },
+        Reason::Layer(layer) => KeepReason::LastLayers { layer },
+        Reason::Columns { cols: length, of: block_size } => {
             let container = config.containers.iter().find(|one| one.name == parameter.container);
             let axis = container.expect("it is in a container").axis;
             if config.indivisible == Indivisible::Error {
                 let problem = OpsError::Indivisible { axis, length, block_size };
                 return Err(Fp4Error::at(&parameter.path, problem));
             }
-            Reason::Indivisible { axis, length, block_size }
+            KeepReason::Indivisible { axis, length, block_size }
         }
-        // The only other choice of a configuration.
-        _ => Reason::NotIncluded,
+        Reason::NoMatrix
+        | Reason::Empty
+        | Reason::Dtype(_)
+        | Reason::Already(_)
+        | Reason::Smoothed
+        | Reason::Preset(_)
+        | Reason::Unlisted(_)
+        | Reason::Transposed(_)
+        | Reason::CannotHold { .. }
+        | Reason::With(_) => unreachable!("no choice of a configuration: {reason}"),
     })
+}
+
+/// The choices of a configuration for the weights of its containers.
+fn policy_of(config: &Fp4Config) -> Policy {
+    let recipe = Recipe {
+        keep: config.exclude.clone(),
+        only: config.include.clone(),
+        first_layers_high_precision: Some(config.keep_first),
+        last_layers_high_precision: Some(config.keep_last),
+        ..Recipe::default()
+    };
+    let scheme = |one: &Override| (one.pattern.clone(), one.change.of(&config.scheme));
+    let overrides = config.overrides.iter().map(scheme);
+    Policy::with_schemes(recipe, config.scheme, overrides)
+}
+
+/// Decides about parameters. `fits` says which of them could be quantized at all.
+///
+/// # Errors
+/// [`Fp4Error::Policy`], [`Fp4Error::Scheme`] and [`Fp4Error::SharedScale`].
+fn decide(
+    parameters: &[Parameter],
+    fits: &[bool],
+    config: &Fp4Config,
+    lists: Option<&Lists<'_>>,
+) -> Result<Decisions, Fp4Error> {
+    let policy = policy_of(config);
+    let by = |fused| Constraints {
+        dialect: "",
+        columns: &|_, block_size| block_size,
+        fused,
+        turns: true,
+        tensor_scales: true,
+    };
+    let info = |at: usize| info(&parameters[at], config, fits[at]);
+    let mut weights: Vec<_> = (0..parameters.len()).map(info).collect();
+    // A layer may be each of the chosen weights.
+    let chosen = policy.decide(&weights, &by(Fused::Apart))?.weights;
+    for (at, layer, count) in layers(parameters, &chosen) {
+        weights[at].layer = Some((layer, count));
+    }
+    if let Some(lists) = lists {
+        weights.iter_mut().for_each(|weight| weight.family = lists.family(weight.name));
+    }
+    Ok(policy.decide(&weights, &by(Fused::Listed))?)
+}
+
+/// A parameter as decisions are made about it.
+fn info<'p>(parameter: &'p Parameter, config: &Fp4Config, fits: bool) -> WeightInfo<'p> {
+    let container = config.containers.iter().find(|known| known.name == parameter.container);
+    let length = container.and_then(|container| parameter.shape.get(container.axis));
+    let [name, module] = parameter.names();
+    WeightInfo {
+        name,
+        module,
+        unfit: (!fits).then_some(Reason::NoMatrix),
+        shape: &parameter.shape,
+        cols: length.copied().unwrap_or(0),
+        ..WeightInfo::default()
+    }
+}
+
+/// Returns true if a weight is chosen, though its blocks may not divide it.
+fn is_chosen(decision: &Decision) -> bool {
+    matches!(decision, Decision::Quantize { .. } | Decision::Keep(Reason::Columns { .. }))
+}
+
+/// The chosen parameters in layers, each with the number of its layer and the count of layers; see
+/// [`Fp4Config::keep_first`].
+fn layers(parameters: &[Parameter], decisions: &[Decision]) -> Vec<(usize, usize, usize)> {
+    let chosen: Vec<_> = (0..parameters.len()).filter(|&at| is_chosen(&decisions[at])).collect();
+    let mut lengths: BTreeMap<&str, usize> = BTreeMap::new();
+    for (list, index) in parameters.iter().filter_map(|parameter| parameter.list.as_ref()) {
+        let length = lengths.entry(list).or_default();
+        *length = (*length).max(index + 1);
+    }
+    let lists_matter = chosen.iter().any(|&at| parameters[at].list.is_some());
+    let layer = |(order, &at): (usize, &usize)| match &parameters[at].list {
+        Some((list, index)) => Some((at, *index, lengths[list.as_str()])),
+        None if lists_matter => None,
+        None => Some((at, order, chosen.len())),
+    };
+    chosen.iter().enumerate().filter_map(layer).collect()
+}
+
+/// Lines about the patterns that fit no parameter, and the overrides that fit no chosen one.
+fn unused_patterns(
+    parameters: &[Parameter],
+    decisions: &[Decision],
+    config: &Fp4Config,
+) -> Result<Vec<String>, Fp4Error> {
+    let mut lines = Vec::new();
+    for (what, patterns) in [("include", &config.include), ("exclude", &config.exclude)] {
+        let all = parameters.iter().map(Parameter::names);
+        let unused = Patterns::new(patterns)?.unused(all);
+        let line = |at: usize| format!("{what} `{}` fits no parameter", patterns[at]);
+        lines.extend(unused.into_iter().map(line));
+    }
+    let overrides = Patterns::new(config.overrides.iter().map(|one| &one.pattern))?;
+    let chosen = parameters.iter().zip(decisions).filter(|(_, decision)| is_chosen(decision));
+    for at in overrides.unused(chosen.map(|(parameter, _)| parameter.names())) {
+        lines.push(format!("with `{}` fits no selected weight", config.overrides[at].pattern));
+    }
+    Ok(lines)
+}
+
+/// Lines about the containers that were added and that no parameter lies in.
+fn unused_containers(parameters: &[Parameter], config: &Fp4Config) -> Vec<String> {
+    let known: BTreeSet<_> = parameters.iter().map(|one| one.container.as_str()).collect();
+    let added = config.containers.iter().map(|container| container.name.as_str());
+    let default = |name: &str| Fp4Config::CONTAINERS.iter().any(|(known, _)| *known == name);
+    let added = added.filter(|name| !default(name) && !known.contains(name));
+    added.map(|name| format!("container `{name}` holds no parameter")).collect()
+}
+
+/// The lists of a configuration of weights that share a tensor scale, each a family by its number:
+/// ends of the names of siblings, and behind these whole paths.
+struct Lists<'c> {
+    siblings: &'c [Vec<String>],
+    paths: &'c [Vec<String>],
+    list_of: HashMap<&'c str, usize>,
+}
+
+impl<'c> Lists<'c> {
+    /// # Errors
+    /// [`Fp4Error::SharedScale`] for a path that is in the lists twice.
+    fn new(config: &'c Fp4Config) -> Result<Self, Fp4Error> {
+        let (siblings, paths) = (&config.share_scale, &config.share_scale_of);
+        let mut list_of = HashMap::new();
+        for (of, list) in paths.iter().zip(siblings.len()..) {
+            for path in of {
+                if list_of.insert(path.as_str(), list).is_some() {
+                    let reason = "`share_scale_of` has it twice; name it once";
+                    return Err(Fp4Error::SharedScale { path: path.clone(), reason });
+                }
+            }
+        }
+        Ok(Self { siblings, paths, list_of })
+    }
+
+    /// Returns the family of a parameter.
+    fn family<'p>(&self, path: &'p str) -> Option<Family<'p>> {
+        if let Some(&list) = self.list_of.get(path) {
+            return Some(Family { parent: "", list, parameter: "" });
+        }
+        let (module, parameter) = path.rsplit_once('.')?;
+        Some(Family { parameter, ..Family::of(module, self.siblings)? })
+    }
+
+    /// Returns the name of a family in reports.
+    fn name(&self, family: &Family<'_>) -> String {
+        let Family { parent, list, parameter } = family;
+        match self.siblings.get(*list) {
+            Some(siblings) => format!("{parent}{{{}}}.{parameter}", siblings.join(",")),
+            None => format!("{{{}}}", self.paths[list - self.siblings.len()].join(",")),
+        }
+    }
+
+    /// Returns the families of selected parameters.
+    fn families<'p>(&self, selected: &[&'p str]) -> Vec<(Family<'p>, Vec<usize>)> {
+        let members = families(selected.iter().map(|path| self.family(path)));
+        let keyed = |members: Vec<usize>| Some((self.family(selected[members[0]])?, members));
+        members.into_iter().filter_map(keyed).collect()
+    }
+
+    /// Returns lines about the weights whose siblings are not selected.
+    fn lone(&self, selected: &[&str]) -> Vec<String> {
+        let alone = self.families(selected).into_iter().filter(|(_, members)| members.len() == 1);
+        let line = |(family, members): (Family<'_>, Vec<usize>)| {
+            let (path, group) = (selected[members[0]], self.name(&family));
+            format!("`{path}` has a tensor scale of its own: nothing else of {group} is selected")
+        };
+        alone.map(line).collect()
+    }
+
+    /// Returns lines about the lists that form no group, and about the paths in them that are no
+    /// selected weights.
+    fn unused(&self, selected: &[&str]) -> Vec<String> {
+        let groups = self.families(selected).into_iter().filter(|(_, members)| members.len() > 1);
+        let used: HashSet<usize> = groups.map(|(family, _)| family.list).collect();
+        let selected: HashSet<&str> = selected.iter().copied().collect();
+        let siblings = self.siblings.iter().map(|names| ("share_scale", names, "siblings"));
+        let paths = self.paths.iter().map(|paths| ("share_scale_of", paths, "weights"));
+        let line = |(list, (what, names, of)): (usize, (&str, &Vec<String>, &str))| {
+            let subject = format!("{what} {{{}}}", names.join(","));
+            let absent = names.iter().filter(|name| !selected.contains(name.as_str()));
+            let absent: Vec<_> = absent.map(|name| format!("`{name}`")).collect();
+            if list >= self.siblings.len() && !absent.is_empty() {
+                return Some(format!("{subject}: no selected weight is {}", absent.join(" or ")));
+            }
+            (!used.contains(&list)).then(|| format!("{subject}: no two selected {of}"))
+        };
+        siblings.chain(paths).enumerate().filter_map(line).collect()
+    }
 }

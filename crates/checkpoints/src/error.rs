@@ -1,5 +1,6 @@
 //! Errors of checkpoints: they name the file, the tensor, and what was expected and found.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use burn_fp4_formats::FormatError;
@@ -274,7 +275,7 @@ pub enum CheckpointError {
         /// quantized first.
         reasons: String,
         /// The remedy for the first of them.
-        remedy: String,
+        remedy: Remedy,
     },
     /// No weight would be quantized, because all that could be are.
     #[error("nothing is left to quantize: `{weight}` is {format} already; use a model of floats")]
@@ -287,6 +288,34 @@ pub enum CheckpointError {
     /// There is no decision about the weights.
     #[error(transparent)]
     Policy(#[from] PolicyError),
+}
+
+/// The choice that makes a weight quantized.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Remedy {
+    before: String,
+    /// The list of the weights to quantize, as printed, if the remedy names it.
+    pub only: Option<&'static str>,
+    behind: String,
+}
+
+impl Remedy {
+    /// Makes a remedy that names weights with `only`, between these words.
+    pub(crate) fn with_only(before: impl Into<String>, behind: impl Into<String>) -> Self {
+        Self { before: before.into(), only: Some("`only`"), behind: behind.into() }
+    }
+}
+
+impl From<String> for Remedy {
+    fn from(before: String) -> Self {
+        Self { before, only: None, behind: String::new() }
+    }
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}{}", self.before, self.only.unwrap_or_default(), self.behind)
+    }
 }
 
 /// The problem of a tensor.
@@ -389,7 +418,7 @@ pub enum TensorProblem {
         found: u64,
     },
     /// A number is finite, and too large for the dtype that it becomes.
-    #[error("the value {found:e} is beyond the range of {dtype}; {}", wider(*.dtype))]
+    #[error("{}", beyond(*.found, *.dtype, KEEP))]
     Beyond {
         /// The number.
         found: f64,
@@ -397,10 +426,7 @@ pub enum TensorProblem {
         dtype: Dtype,
     },
     /// The dialect states the reciprocal of a scale, which no f32 is.
-    #[error(
-        "its {what} is {found:e}, whose reciprocal is no finite f32 other than 0; keep the weight, \
-         or write another dialect"
-    )]
+    #[error("{}", no_reciprocal(.what, *.found, KEEP))]
     NoReciprocal {
         /// Which scale.
         what: &'static str,
@@ -444,12 +470,35 @@ fn missing(source: &std::io::Error) -> &'static str {
     }
 }
 
-/// The remedy for a value that is too large for a dtype.
-fn wider(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::F16 => "choose BF16",
-        Dtype::BF16 => "choose F32, or leave it in its dtype",
-        _ => "keep the weight without a cast, or scale it down",
+/// The words of a remedy for keeping a weight.
+const KEEP: &str = "keep the weight";
+
+fn beyond(found: f64, dtype: Dtype, keep: &str) -> String {
+    let remedy = match dtype {
+        Dtype::F16 => "choose BF16".to_owned(),
+        Dtype::BF16 => "choose F32, or leave it in its dtype".to_owned(),
+        _ => format!("{keep} without a cast, or scale it down"),
+    };
+    format!("the value {found:e} is beyond the range of {dtype}; {remedy}")
+}
+
+fn no_reciprocal(what: &str, found: f32, keep: &str) -> String {
+    format!(
+        "its {what} is {found:e}, whose reciprocal is no finite f32 other than 0; {keep}, or write \
+         another dialect"
+    )
+}
+
+impl TensorProblem {
+    /// Describes the problem as it is printed, with other words for keeping the weight, such as an
+    /// option of a command.
+    #[must_use]
+    pub fn described(&self, keep: &str) -> String {
+        match self {
+            Self::Beyond { found, dtype } => beyond(*found, *dtype, keep),
+            Self::NoReciprocal { what, found } => no_reciprocal(what, *found, keep),
+            other => other.to_string(),
+        }
     }
 }
 

@@ -97,7 +97,7 @@ pub use container::safetensors::Metadata as SafetensorsMetadata;
 pub use container::{Container, Metadata};
 pub use dialect::{DIALECTS, Dialect, KnownBy};
 pub use dtype::{DataType, Dtype, GgmlRow};
-pub use error::{CheckpointError, TensorProblem};
+pub use error::{CheckpointError, Remedy, TensorProblem};
 pub use facts::Fp4Facts;
 pub use fp4::{Fp4Weight, Numbers, Order, TensorScale};
 pub use fp8::{Fp8Weight, Granularity};

@@ -14,7 +14,7 @@ use crate::size::Size;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CliError {
     /// A checkpoint cannot be read or written.
-    #[error("{}{}", with_dashes(.0), remedy(.0))]
+    #[error("{}{}", described(.0), remedy(.0))]
     Checkpoint(#[from] CheckpointError),
     /// The result of a run that is to be resumed exists.
     #[error(
@@ -243,26 +243,30 @@ fn remedy(error: &CheckpointError) -> &'static str {
     }
 }
 
-/// Names the option of a remedy as the command line has it.
-fn with_dashes(error: &CheckpointError) -> String {
-    let text = error.to_string();
+/// Describes an error of the library, with options and sizes as the command line has them.
+fn described(error: &CheckpointError) -> String {
     match error {
-        CheckpointError::Tensor {
-            tensor,
-            problem: TensorProblem::Beyond { .. } | TensorProblem::NoReciprocal { .. },
-            ..
-        } => text.replacen("keep the weight", &format!("pass --keep '{tensor}'"), 1),
-        CheckpointError::NothingSelected { .. } => text.replace("with `only`", "with --only"),
-        CheckpointError::NoSpace { needed, free, .. } => {
-            let bytes = |bytes: &u64| format!("{bytes} bytes");
-            let sized = |number: &u64| Size(*number).to_string();
-            text.replacen(&bytes(needed), &sized(needed), 1).replacen(
-                &format!("{free} are free"),
-                &format!("{} are free", sized(free)),
-                1,
-            )
+        CheckpointError::Tensor { file, tensor, problem } => {
+            let file = match file.as_os_str().is_empty() {
+                true => String::new(),
+                false => format!("{}: ", file.display()),
+            };
+            let problem = problem.described(&format!("pass --keep '{tensor}'"));
+            format!("{file}tensor `{tensor}`: {problem}")
         }
-        _ => text,
+        CheckpointError::NothingSelected { tensors, reasons, remedy } => {
+            let mut remedy = remedy.clone();
+            remedy.only = remedy.only.map(|_| "--only");
+            let (tensors, reasons) = (*tensors, reasons.clone());
+            CheckpointError::NothingSelected { tensors, reasons, remedy }.to_string()
+        }
+        CheckpointError::NoSpace { path, needed, free } => format!(
+            "{}: {} are needed, but {} are free; free some, or write elsewhere",
+            path.display(),
+            Size(*needed),
+            Size(*free)
+        ),
+        _ => error.to_string(),
     }
 }
 
@@ -341,5 +345,25 @@ impl CliError {
             | ErrorKind::InvalidInput => 2,
             _ => 3,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_stand_in_remedies_and_not_in_names() {
+        let tensor = "keep the weight".to_owned();
+        let problem = TensorProblem::NoReciprocal { what: "scale", found: 0.0 };
+        let error = CheckpointError::Tensor { file: PathBuf::new(), tensor, problem };
+        let says = "tensor `keep the weight`: its scale is 0e0, whose reciprocal is no finite f32 \
+                    other than 0; pass --keep 'keep the weight', or write another dialect";
+        assert_eq!(CliError::from(error).to_string(), says);
+        let path = PathBuf::from("9 are free");
+        let error = CheckpointError::NoSpace { path, needed: 2_000_000, free: 9 };
+        let says = "9 are free: 2.0 MB are needed, but 9 B are free; free some, or write \
+                    elsewhere";
+        assert_eq!(CliError::from(error).to_string(), says);
     }
 }

@@ -17,7 +17,7 @@ use burn_fp4_policy::{
 
 use crate::architecture::{Architecture, CONVOLUTION, Roles};
 use crate::dialect::{self, Dialect, Stated, Write};
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, Remedy};
 use crate::fp4::Fp4Weight;
 use crate::weight::{Model, Quantization, Value, Weight};
 use layers::Layers;
@@ -228,31 +228,35 @@ impl Selection {
         model: &Model<'_>,
         weight: &str,
         reason: &Reason,
-    ) -> Result<String, CheckpointError> {
+    ) -> Result<Remedy, CheckpointError> {
         let asked = !self.policy.recipe().only.is_empty();
         Ok(match reason {
-            Reason::Columns { cols, .. } => dividing(&self.policy, *cols),
-            Reason::CannotHold { .. } => "choose another dialect".to_owned(),
+            Reason::Columns { cols, .. } => dividing(&self.policy, *cols).into(),
+            Reason::CannotHold { .. } => "choose another dialect".to_owned().into(),
             Reason::Transposed(_) => {
                 let turns = |name: &&str| dialect::writer(name).is_ok_and(|(_, by)| by.turns());
                 let names: Vec<_> = dialect::written().into_iter().filter(turns).collect();
-                format!("write the dialect {}, or name weights with `only`", names.join(" or "))
+                let write = format!("write the dialect {}", names.join(" or "));
+                Remedy::with_only(format!("{write}, or name weights with "), "")
             }
-            Reason::Smoothed => "start from the model before its inputs were scaled".to_owned(),
-            Reason::Asked(pattern) => format!("leave `{pattern}` out of what is kept"),
+            Reason::Smoothed => {
+                "start from the model before its inputs were scaled".to_owned().into()
+            }
+            Reason::Asked(pattern) => format!("leave `{pattern}` out of what is kept").into(),
             Reason::Layer(_) => {
                 let count = self.layers.count();
-                format!("keep fewer layers in high precision: the model has {count}")
+                format!("keep fewer layers in high precision: the model has {count}").into()
             }
             Reason::With(_) => self.remedy_together(model, weight),
-            Reason::Already(_) => "choose other weights".to_owned(),
+            Reason::Already(_) => "choose other weights".to_owned().into(),
             Reason::Preset(CONVOLUTION) | Reason::NoMatrix | Reason::Empty | Reason::Dtype(_)
                 if !asked =>
             {
-                "choose a model with matrices of floats".to_owned()
+                "choose a model with matrices of floats".to_owned().into()
             }
             Reason::Preset(_) if !asked && self.policy.preset() != Preset::default() => {
-                format!("choose the preset `{}`, or name weights with `only`", Preset::default())
+                let choose = format!("choose the preset `{}`", Preset::default());
+                Remedy::with_only(format!("{choose}, or name weights with "), "")
             }
             Reason::Preset(_)
             | Reason::NoMatrix
@@ -263,18 +267,15 @@ impl Selection {
                 let others = Recipe { only: Vec::new(), ..self.policy.recipe().clone() };
                 let others = Policy::new(others).ok().and_then(|by| Self::of(model, &by).ok());
                 let group = others.as_ref().and_then(|others| others.groups.first());
-                match group.map(|group| model.weights[group[0]].module()) {
-                    Some(module) => {
-                        format!("name matrices of floats with `only`, such as `{module}`")
-                    }
-                    None => "name matrices of floats with `only`".to_owned(),
-                }
+                let module = group.map(|group| model.weights[group[0]].module());
+                let example = module.map(|module| format!(", such as `{module}`"));
+                Remedy::with_only("name matrices of floats with ", example.unwrap_or_default())
             }
         })
     }
 
     /// Names the choice that makes a weight quantized whose neighbors are kept.
-    fn remedy_together(&self, model: &Model<'_>, weight: &str) -> String {
+    fn remedy_together(&self, model: &Model<'_>, weight: &str) -> Remedy {
         let apart = "set `together = false` in a recipe";
         let families = families(model);
         let family = families
@@ -288,8 +289,11 @@ impl Selection {
         let others: Vec<String> =
             family.into_iter().flatten().filter(not_asked).map(last).collect();
         match &others[..] {
-            [] => apart.to_owned(),
-            others => format!("name {} with `only` too, or {apart}", others.join(" and ")),
+            [] => apart.to_owned().into(),
+            others => Remedy::with_only(
+                format!("name {} with ", others.join(" and ")),
+                format!(" too, or {apart}"),
+            ),
         }
     }
 

@@ -185,13 +185,18 @@ impl Policy {
                 return Err(PolicyError::OtherFormat { dialect, weight });
             }
         }
-        let sharing = match fused {
-            Fused::Scale | Fused::Together if by.tensor_scales => {
-                fused_layers(self.preset(), weights, &related, &reasons, &schemes)
-            }
-            Fused::Listed => listed(weights, &related, &reasons, &schemes)?,
-            Fused::Apart | Fused::Scale | Fused::Together => HashMap::new(),
-        };
+        let mut sharing: HashMap<usize, usize> = HashMap::new();
+        for (family, members) in related.iter().enumerate() {
+            let quantized = members.iter().copied().filter(|&at| reasons[at].is_none()).collect();
+            let sharers = match fused {
+                Fused::Scale | Fused::Together if by.tensor_scales => {
+                    fused_layers(self.preset(), weights, quantized, &schemes)
+                }
+                Fused::Listed => listed(weights, quantized, &schemes)?,
+                Fused::Apart | Fused::Scale | Fused::Together => Vec::new(),
+            };
+            sharing.extend(sharers.into_iter().map(|at| (at, family)));
+        }
         let group = |at: usize| reasons[at].is_none().then(|| sharing.get(&at).ok_or(at));
         let groups = families((0..reasons.len()).map(group));
         for members in &groups {
@@ -318,74 +323,106 @@ fn of_another_format(
     })
 }
 
-/// Finds the weights of families that can share a tensor scale: by weight the number of its family.
+/// Finds the quantized layers of a family that share a tensor scale.
 fn fused_layers(
     preset: Preset,
     weights: &[WeightInfo<'_>],
-    families: &[Vec<usize>],
-    reasons: &[Option<Reason>],
+    mut quantized: Vec<usize>,
     schemes: &[Option<Fp4Scheme>],
-) -> HashMap<usize, usize> {
-    let shares = |first: usize, at: usize| {
-        let layout = [first, at].map(|at| layout(&schemes[at]));
-        layout[0].is_some_and(|(format, _)| format.row().tensor_scale) && layout[0] == layout[1]
-    };
-    let mut sharing: HashMap<usize, usize> = HashMap::new();
-    for (number, members) in families.iter().enumerate() {
-        let first = members.iter().copied().find(|&at| reasons[at].is_none());
-        for &at in members {
-            // Layers with other columns have another input; the order of their rows is the file's.
-            // Stacked matrices have a scale each, and stay alone.
-            let like = first.is_some_and(|first| {
-                let (a, b) = (&weights[first], &weights[at]);
-                let single = |one: &WeightInfo<'_>| one.is_single() && !one.transposed;
-                a.cols == b.cols && single(a) && single(b) && shares(first, at)
-            });
-            if like && preset.shares(weights[at].name) {
-                sharing.insert(at, number);
-            }
-        }
-    }
-    sharing
+) -> Vec<usize> {
+    let Some(&first) = quantized.first() else { return Vec::new() };
+    let scaled = layout(&schemes[first]).is_some_and(|(format, _)| format.row().tensor_scale);
+    // Layers with other columns have another input; the order of their rows is the file's. Stacked
+    // matrices have a scale each, and stay alone.
+    let single = |at: usize| weights[at].is_single() && !weights[at].transposed;
+    quantized.retain(|&at| {
+        let like = weights[at].cols == weights[first].cols
+            && layout(&schemes[at]) == layout(&schemes[first]);
+        scaled && like && single(first) && single(at) && preset.shares(weights[at].name)
+    });
+    quantized
 }
 
-/// Finds the weights that share a tensor scale because a user has listed them: by weight the number
-/// of its family. Weights without tensor scales may differ; they share nothing then.
+/// Finds the quantized weights of a list of a user that share a tensor scale. Weights without
+/// tensor scales may differ; they share nothing then.
 ///
 /// # Errors
 /// [`PolicyError::SharedScale`] for other schemes, and for tensor scales that cannot be shared.
 fn listed(
     weights: &[WeightInfo<'_>],
-    families: &[Vec<usize>],
-    reasons: &[Option<Reason>],
+    quantized: Vec<usize>,
     schemes: &[Option<Fp4Scheme>],
-) -> Result<HashMap<usize, usize>, PolicyError> {
-    let mut sharing = HashMap::new();
-    for (number, members) in families.iter().enumerate() {
-        let chosen = members.iter().filter(|&&at| reasons[at].is_none());
-        let chosen: Vec<(usize, Fp4Scheme)> =
-            chosen.filter_map(|&at| Some((at, schemes[at]?))).collect();
-        let [(_, first), _, ..] = chosen[..] else { continue };
-        if chosen.iter().any(|(_, scheme)| scheme.format().row().tensor_scale) {
-            for (at, scheme) in &chosen {
-                let refuse = |reason| {
-                    let weight = weights[*at].name.to_owned();
-                    Err(PolicyError::SharedScale { weight, reason })
-                };
-                if scheme.tensor_scale != TensorScaling::Tensor {
-                    return refuse("its scheme has one per row or a given one");
-                }
-                if scheme.method == Method::Sse(Sse::TensorScale) {
-                    return refuse("its method, sse-tensor-scale, chooses one for every weight");
-                }
-                if *scheme != first {
-                    return refuse("its scheme is not that of its siblings");
-                }
-            }
-        } else if chosen.iter().any(|(_, scheme)| *scheme != first) {
-            continue;
-        }
-        sharing.extend(chosen.into_iter().map(|(at, _)| (at, number)));
+) -> Result<Vec<usize>, PolicyError> {
+    let [first, _, ..] = quantized[..] else { return Ok(Vec::new()) };
+    let chosen = || quantized.iter().filter_map(|&at| Some((at, schemes[at]?)));
+    if !chosen().any(|(_, scheme)| scheme.format().row().tensor_scale) {
+        let alike = quantized.iter().all(|&at| schemes[at] == schemes[first]);
+        return Ok(if alike { quantized } else { Vec::new() });
     }
-    Ok(sharing)
+    for (at, scheme) in chosen() {
+        let reason = if scheme.tensor_scale != TensorScaling::Tensor {
+            "its scheme has one per row or a given one"
+        } else if scheme.method == Method::Sse(Sse::TensorScale) {
+            "its method, sse-tensor-scale, chooses one for every weight"
+        } else if Some(scheme) != schemes[first] {
+            "its scheme is not that of its siblings"
+        } else {
+            continue;
+        };
+        return Err(PolicyError::SharedScale { weight: weights[at].name.to_owned(), reason });
+    }
+    Ok(quantized)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::families::Family;
+
+    /// Decides about weights that a user has listed, the last of which is of another list.
+    fn listed(schemes: [Fp4Scheme; 3]) -> Result<Decisions, PolicyError> {
+        let names = ["a.x", "a.y", "b.x"];
+        let overrides =
+            names.iter().zip(schemes).map(|(name, scheme)| ((*name).to_owned(), scheme));
+        let policy = Policy::with_schemes(Recipe::default(), Fp4Scheme::nvfp4(), overrides);
+        let weights = names.map(|name| {
+            let list = usize::from(name == "b.x");
+            let family = Some(Family { parent: "", list, parameter: "" });
+            WeightInfo { name, module: name, family, cols: 64, ..WeightInfo::default() }
+        });
+        let by = Constraints {
+            dialect: "",
+            columns: &|_, block_size| block_size,
+            fused: Fused::Listed,
+            turns: true,
+            tensor_scales: true,
+        };
+        policy.decide(&weights, &by)
+    }
+
+    #[test]
+    fn listed_weights_share_a_scale_or_are_refused() {
+        let [nvfp4, mxfp4] = [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()];
+        let groups = |schemes| listed(schemes).expect("they can share").groups;
+        // Whatever the shapes are: these have none.
+        assert_eq!(groups([nvfp4, nvfp4, mxfp4]), [vec![0, 1], vec![2]]);
+        // Without tensor scales there is nothing to share where schemes differ.
+        assert_eq!(groups([mxfp4, mxfp4, nvfp4]), [vec![0, 1], vec![2]]);
+        let small = mxfp4.with_block_size(16);
+        assert_eq!(groups([mxfp4, small, nvfp4]), [vec![0], vec![1], vec![2]]);
+        let by_row = nvfp4.with_tensor_scale(TensorScaling::Row);
+        // One of a list alone is not asked.
+        assert_eq!(groups([nvfp4, nvfp4, by_row]), [vec![0, 1], vec![2]]);
+        let search = nvfp4.with_method(Method::Sse(Sse::TensorScale));
+        for (schemes, weight, says) in [
+            ([nvfp4, mxfp4, nvfp4], "a.y", "its scheme is not that of its siblings"),
+            ([mxfp4, nvfp4, nvfp4], "a.y", "its scheme is not that of its siblings"),
+            ([by_row, nvfp4, nvfp4], "a.x", "its scheme has one per row or a given one"),
+            ([nvfp4, search, nvfp4], "a.y", "its method, sse-tensor-scale, chooses one"),
+        ] {
+            let error = listed(schemes).expect_err("they cannot share").to_string();
+            let says = format!("`{weight}` shares its tensor scale, but {says}");
+            assert!(error.starts_with(&says), "{error}");
+        }
+    }
 }

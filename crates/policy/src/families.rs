@@ -76,3 +76,14 @@ pub fn keep_together<'n>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn families_are_in_the_order_of_their_first_members() {
+        let keys = [Some(7), None, Some(3), Some(7), Some(3), Some(5)];
+        assert_eq!(families(keys.into_iter()), [vec![0, 3], vec![2, 4], vec![5]]);
+    }
+}

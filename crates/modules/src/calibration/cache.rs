@@ -12,7 +12,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::Fp4Error;
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::parameters::{ModulePath, VisitParameters, visit_parameters};
 
 /// A directory with one file for each input of layers, of one calibration.
 pub(crate) struct Cache {

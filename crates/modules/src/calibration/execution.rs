@@ -9,7 +9,7 @@ use burn_ir::{TensorId, TensorIr};
 
 use crate::error::Fp4Error;
 use crate::pack::weight::AnyWeight;
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::parameters::{ModulePath, VisitParameters, visit_parameters};
 
 use super::layer_inputs::RecordedParameter;
 use super::recording::Recording;

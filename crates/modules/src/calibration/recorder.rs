@@ -10,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::panic_message;
 
 use crate::error::Fp4Error;
-use crate::walk::paths::{MapParameters, map_parameters};
+use crate::walk::parameters::{MapParameters, map_parameters};
 
 use super::layer_inputs::RecordedParameter;
 use super::recording::Recording;

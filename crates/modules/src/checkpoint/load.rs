@@ -13,7 +13,7 @@ use crate::error::{Fp4Error, caught};
 use crate::pack::packed_parameter::with_values;
 use crate::pack::provided::{DenseWeight, pack_provided};
 use crate::packed_weight::PackedWeight;
-use crate::walk::paths::{MapParameters, map_parameters};
+use crate::walk::parameters::{MapParameters, map_parameters};
 
 use super::bytes;
 use super::map::CheckpointMap;

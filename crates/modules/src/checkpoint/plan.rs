@@ -9,8 +9,7 @@ use burn_fp4_ops::Fp4Format;
 
 use crate::error::Fp4Error;
 use crate::pack::packed_parameter::{float_dtype, settled_shape};
-use crate::walk::parameters::{Kind, Walk};
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::parameters::{Kind, ModulePath, VisitParameters, Walk, visit_parameters};
 
 use super::bytes;
 use super::map::{CheckpointMap, turned};

@@ -193,36 +193,26 @@ struct Files {
     of: Vec<Vec<usize>>,
 }
 
-/// Tensors by name, before they are renamed.
-#[derive(Default)]
-struct Tensors {
-    places: HashMap<String, usize>,
-    found: Vec<(String, Vec<usize>, Vec<usize>)>,
-}
-
-impl Tensors {
-    /// Adds a tensor of a parameter; a stacked one once for each of its matrices.
-    fn add(&mut self, name: String, shape: Vec<usize>, parameter: usize) {
-        let Some(&place) = self.places.get(&name) else {
-            self.places.insert(name.clone(), self.found.len());
-            self.found.push((name, shape, vec![parameter]));
-            return;
-        };
-        let (_, known, of) = &mut self.found[place];
-        if let (Some(known), Some(more)) = (known.first_mut(), shape.first()) {
-            *known = (*known).max(*more);
-        }
-        of.push(parameter);
-    }
-}
-
 impl Files {
     /// # Errors
     /// [`Fp4Error::Rename`], [`Fp4Error::Group`] and [`Fp4Error::Experts`] for a map that is none;
     /// [`Fp4Error::Mismatch`] for names that are not loaded back.
     fn new(parameters: &[Known<'_>], map: &CheckpointMap) -> Result<Self, Fp4Error> {
         let names = Names::new(map)?;
-        let mut tensors = Tensors::default();
+        // By tensor its name before it is renamed, its shape and its parameters. A stacked one is
+        // added once for each of its matrices.
+        let mut tensors: Vec<(String, Vec<usize>, Vec<usize>)> = Vec::new();
+        let mut places: HashMap<String, usize> = HashMap::new();
+        let mut add = |name: String, shape: Vec<usize>, parameter: usize| {
+            let place = *places.entry(name.clone()).or_insert(tensors.len());
+            let Some((_, known, of)) = tensors.get_mut(place) else {
+                return tensors.push((name, shape, vec![parameter]));
+            };
+            if let (Some(known), Some(more)) = (known.first_mut(), shape.first()) {
+                *known = (*known).max(*more);
+            }
+            of.push(parameter);
+        };
         let mut tied = Vec::new();
         for (at, &(path, container, shape)) in parameters.iter().enumerate() {
             if let Some(with) = tied_to(&names, parameters, at) {
@@ -235,26 +225,26 @@ impl Files {
                 // The last one is the name in files.
                 Wanted::One(mut wanted) => {
                     let name = wanted.pop().unwrap_or_else(|| path.to_owned());
-                    tensors.add(name, shape, at);
+                    add(name, shape, at);
                 }
                 Wanted::Each(before, behind) => {
                     let [count, matrix @ ..] = &shape[..] else { continue };
                     for index in 0..*count {
                         let name = Wanted::numbered(&before, &behind, index);
-                        tensors.add(name, matrix.to_vec(), at);
+                        add(name, matrix.to_vec(), at);
                     }
                 }
                 Wanted::Matrix(name, index) => {
-                    tensors.add(name, [&[index + 1], &shape[..]].concat(), at);
+                    add(name, [&[index + 1], &shape[..]].concat(), at);
                 }
             }
         }
         for (at, with) in tied {
-            let takes = tensors.found.iter_mut().filter(|(.., of)| of.contains(&with));
+            let takes = tensors.iter_mut().filter(|(.., of)| of.contains(&with));
             takes.for_each(|(.., of)| of.push(at));
         }
         let (mut weights, mut places, mut errors) = (Vec::new(), Vec::new(), Vec::new());
-        for (name, shape, of) in tensors.found {
+        for (name, shape, of) in tensors {
             let tensor = names.in_file(&name);
             let loaded = names.in_module(&tensor);
             if loaded != name {

@@ -16,8 +16,7 @@ use burn_fp4_ops::search::formats::{Packed, TensorScale};
 use crate::error::{Fp4Error, caught};
 use crate::pack::packed_parameter::{check_nothing_trained, packed_weights};
 use crate::packed_weight::PackedWeight;
-use crate::walk::parameters::Walk;
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::parameters::{ModulePath, VisitParameters, Walk, visit_parameters};
 
 use super::bytes;
 use super::map::{CheckpointMap, Placement, turned};

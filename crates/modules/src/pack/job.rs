@@ -10,9 +10,8 @@ use burn_fp4_ops::search::Needs;
 use crate::error::Fp4Error;
 use crate::packed_weight::PackedWeight;
 use crate::statistics::{Calibration, Inputs};
-use crate::walk::parameters::Parameter;
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
-use crate::walk::plan::{ModulePlan, WeightPlan};
+use crate::walk::parameters::{ModulePath, Parameter, VisitParameters, visit_parameters};
+use crate::walk::select::{ModulePlan, WeightPlan};
 
 use super::outcome::{OutputSums, PackedFacts};
 use super::weight::{AnyWeight, MethodUsed, WeightTask};

@@ -10,8 +10,8 @@ use burn_fp4_ops::{Fp4Scheme, NonFinite, OpsError, TensorScaling, amax};
 
 use crate::error::Fp4Error;
 use crate::transfer::read_vectors;
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
-use crate::walk::plan::WeightPlan;
+use crate::walk::parameters::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::select::WeightPlan;
 
 use super::job::{Job, Jobs};
 

@@ -14,7 +14,7 @@ use crate::report::{Outcome, ParameterReport, SquaredError};
 use crate::statistics::Inputs;
 use crate::transfer::read_vectors;
 use crate::walk::parameters::Parameter;
-use crate::walk::plan::WeightPlan;
+use crate::walk::select::WeightPlan;
 
 use super::weight::{AnyWeight, MethodUsed, WeightTask};
 

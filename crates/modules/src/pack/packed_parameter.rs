@@ -11,8 +11,7 @@ use burn_fp4_ops::repeats_values;
 
 use crate::error::Fp4Error;
 use crate::packed_weight::{Edit, PackedWeight, edit_next, with_edits};
-use crate::walk::parameters::{Parameter, Walk};
-use crate::walk::paths::{MapParameters, map_parameters};
+use crate::walk::parameters::{MapParameters, Parameter, Walk, map_parameters};
 
 /// Gives a quantized parameter its placeholder: one value, expanded to the shape of the weight,
 /// which Burn shows and counts. It is made when it is first asked for.

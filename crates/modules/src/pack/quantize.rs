@@ -12,9 +12,8 @@ use crate::error::{Fp4Error, caught};
 use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, Outcome};
 use crate::statistics::Calibration;
-use crate::walk::paths::{MapParameters, map_parameters};
-use crate::walk::plan::{ModulePlan, ParameterPlan};
-use crate::walk::select::select;
+use crate::walk::parameters::{MapParameters, map_parameters};
+use crate::walk::select::{ModulePlan, ParameterPlan, select};
 
 use super::job::{Jobs, Quantized};
 use super::measure::measure;

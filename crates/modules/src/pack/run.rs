@@ -255,7 +255,7 @@ mod tests {
 
     use super::*;
     use crate::statistics::Inputs;
-    use crate::walk::plan::WeightPlan;
+    use crate::walk::select::WeightPlan;
 
     fn plan(outputs: usize, scheme: &Fp4Scheme, method: Method) -> WeightPlan {
         let layout = Fp4Layout::new(&[32, outputs].into(), 0, scheme).unwrap();

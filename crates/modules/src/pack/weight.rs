@@ -15,7 +15,7 @@ use burn_ir::TensorId;
 use crate::packed_weight::PackedWeight;
 use crate::report::Fallback;
 use crate::statistics::Inputs;
-use crate::walk::plan::WeightPlan;
+use crate::walk::select::WeightPlan;
 
 /// A dense weight of any rank.
 pub(crate) trait AnyWeight: Any + Send {

@@ -14,7 +14,7 @@ use burn::tensor::{DType, Gradients, Tensor};
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::transfer::read_vectors;
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::parameters::{ModulePath, VisitParameters, visit_parameters};
 
 use super::candidate::Candidate;
 use super::measure::{self, Measurement};

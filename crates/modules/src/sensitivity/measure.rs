@@ -19,9 +19,8 @@ use crate::pack::quantize::quantize_and_compare;
 use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, SquaredError};
 use crate::transfer::read_vectors;
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
-use crate::walk::plan::{ModulePlan, WeightPlan};
-use crate::walk::select::select;
+use crate::walk::parameters::{ModulePath, VisitParameters, visit_parameters};
+use crate::walk::select::{ModulePlan, WeightPlan, select};
 
 use super::candidate::Candidate;
 use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity};

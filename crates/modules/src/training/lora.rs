@@ -16,11 +16,10 @@ use crate::pack::weight::{MethodUsed, quantize_without_inputs};
 use crate::packed_weight::{PackedWeight, edit_next, with_edits};
 use crate::report::{Fp4Report, KeepReason, Outcome};
 use crate::transfer::read_vectors;
-use crate::walk::parameters::{Parameter, Walk};
-use crate::walk::paths::{
-    MapParameters, ModulePath, VisitParameters, map_parameters, visit_parameters,
+use crate::walk::parameters::{
+    MapParameters, ModulePath, Parameter, VisitParameters, Walk, map_parameters, visit_parameters,
 };
-use crate::walk::plan::{WeightPlan, plans_as};
+use crate::walk::select::{WeightPlan, plans_as};
 
 /// See [`Fp4Module::lora_fp4`](crate::Fp4Module::lora_fp4).
 pub(crate) fn attach<M: Module>(module: &mut M, lora: &Lora) -> Result<Fp4Report, Fp4Error> {

@@ -16,10 +16,8 @@ use crate::pack::quantize::attach;
 use crate::pack::weight::WeightTask;
 use crate::report::{Fp4Report, KeepReason, Outcome};
 use crate::transfer::read_vectors;
-use crate::walk::parameters::Walk;
-use crate::walk::paths::{ModulePath, VisitParameters, visit_parameters};
-use crate::walk::plan::{ModulePlan, ParameterPlan, WeightPlan};
-use crate::walk::select::select;
+use crate::walk::parameters::{ModulePath, VisitParameters, Walk, visit_parameters};
+use crate::walk::select::{ModulePlan, ParameterPlan, WeightPlan, select};
 
 /// See [`Fp4Module::fake_quantize_fp4`](crate::Fp4Module::fake_quantize_fp4).
 pub(crate) fn fake_quantize<M: Module>(

@@ -1,5 +1,5 @@
-//! Every parameter of a module: what it is, where it is, and what is attached to it. Its path is kept
-//! once for all visitors and mappers.
+//! Every parameter of a module: what it is, where it is, and what is attached to it. Its path is
+//! kept once for all visitors and mappers.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization};
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};

@@ -30,7 +30,6 @@
 //! | `squares.rs`        | [`squared_sums`]: sums of squares of values of any magnitude        |
 //! | `saturated.rs`      | [`Saturated`]: the gradient of elements beyond the largest code     |
 //! | `matmul_path.rs`    | [`MatmulPath`]: how layers multiply by a packed weight              |
-//! | `counts.rs`         | `FusedProducts`: counters of products and lookups                   |
 //! | `awake.rs`          | [`on_awake_threads`]: a pass of many short parallel operations      |
 //! | `interpret.rs`      | [`Interpreter`]: recorded operations, run one at a time             |
 //! | `deterministic.rs`  | recorded products and sums with fixed, not autotuned, kernels       |
@@ -43,8 +42,6 @@
 #![warn(missing_debug_implementations)]
 
 mod awake;
-#[cfg(feature = "cube")]
-mod counts;
 mod decoder;
 mod deterministic;
 mod devices;
@@ -80,13 +77,13 @@ pub use burn_fp4_search::{
     Gptq, Gram, GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, Sse,
     TensorScaling,
 };
-#[cfg(feature = "cube")]
-pub use counts::{FusedProducts, fused_products};
 pub use decoder::{
     KvCache, Positions, RotaryEmbedding, add_rms_norm, attention, dense_matmul, rms_norm, swiglu,
 };
 #[cfg(feature = "cube")]
 pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};
+#[cfg(feature = "cube")]
+pub use devices::cube::matmul::{FusedProducts, fused_products};
 pub use devices::extension::Fp4Backend;
 #[cfg(not(feature = "cube"))]
 pub use devices::no_graph::{CapturedGraph, GraphState, captures_graphs};

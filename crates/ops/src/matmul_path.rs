@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "cube")]
 use crate::devices::cube::device::with_kernels;
 #[cfg(feature = "cube")]
-use crate::devices::cube::matmul;
+use crate::devices::cube::matmul::Planner;
 use crate::devices::is_host;
 #[cfg(feature = "cube")]
 use crate::fusion::is_active;
@@ -180,9 +180,9 @@ pub fn matmul_path(layout: &Fp4Layout, dtype: DType, device: &Device) -> MatmulP
 fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -> MatmulPath {
     // Plans are the same for all larger inputs, and no weight is too large for this one.
     const MANY: usize = 1024;
-    let capability = burn_fp4_cubecl::Capability::of(&device.client());
+    let mut planner = Planner::new(&device.client());
     let contracted = if layout.axis == 0 { layout.clone() } else { layout.transposed() };
-    let from_codes = |rows: &usize| matmul::plan(*rows, &contracted, dtype, &capability).is_some();
+    let mut from_codes = |rows: &usize| planner.plan(*rows, &contracted, dtype).is_some();
     let most = match from_codes(&MANY) {
         true => None,
         false => Some((1..MANY).take_while(from_codes).last().unwrap_or(0)),

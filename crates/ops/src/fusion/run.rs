@@ -10,10 +10,10 @@ use burn_cubecl::fusion::{CubeFusionHandle, FallbackOperation, FusedOperation};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use burn_fp4_cubecl::{Capability, MatmulPlan};
+use burn_fp4_cubecl::MatmulPlan;
 
 use super::pattern::{Adapter, Pattern, Product, Reader};
-use crate::counts::{DENSE, FUSED, LOOKUPS};
+use crate::devices::cube::matmul::{DENSE, FUSED, LOOKUPS, Planner};
 use crate::devices::cube::{matmul, queues};
 use crate::devices::extension::Fp4Backend;
 use crate::layout::Fp4Layout;
@@ -28,7 +28,7 @@ type Fallback<'a> = &'a dyn Fn(usize) -> Box<dyn FallbackOperation>;
 pub(super) struct FusedProduct {
     device: CubeDevice,
     /// Set by the first run.
-    capability: Option<Capability>,
+    planner: Option<Planner>,
     pattern: Pattern,
 }
 
@@ -42,12 +42,12 @@ impl FusedOperation for FusedProduct {
     }
 
     fn run(&mut self, context: &mut Streams, fallback: Fallback<'_>) {
-        let query = || Capability::of(&self.device.client());
-        let capability = *self.capability.get_or_insert_with(query);
+        let planner = self.planner.take();
+        let mut planner = planner.unwrap_or_else(|| Planner::new(&self.device.client()));
         let Pattern { dequantize, reader, len, .. } = &self.pattern;
         let counter = match (dequantize, reader) {
             (Some(dequantize), Some(Reader::Product(product))) => {
-                self.multiply(&capability, dequantize, product, context, fallback)
+                self.multiply(&mut planner, dequantize, product, context, fallback)
             }
             (Some(dequantize), Some(Reader::Lookup(select))) => {
                 self.look_up(dequantize, select, context, fallback)
@@ -59,6 +59,7 @@ impl FusedOperation for FusedProduct {
             &DENSE
         });
         counter.fetch_add(1, Ordering::Relaxed);
+        self.planner = Some(planner);
     }
 
     fn to_state(&self) -> Pattern {
@@ -72,21 +73,21 @@ impl FusedOperation for FusedProduct {
 
 impl FusedProduct {
     pub(super) fn new(device: CubeDevice, pattern: Pattern) -> Self {
-        Self { device, capability: None, pattern }
+        Self { device, planner: None, pattern }
     }
 
     /// Runs the product from the codes. Returns the counter to bump, or `None` to fall back to
     /// unfused execution. Reshapes run individually; the addition is fused if it adds a bias `[n]`.
     fn multiply(
         &self,
-        capability: &Capability,
+        planner: &mut Planner,
         dequantize: &CustomOpIr,
         product: &Product,
         context: &mut Streams,
         fallback: Fallback<'_>,
     ) -> Option<&'static AtomicU64> {
         let Product { matmul: operation, bias_reshape, add } = product;
-        let plan = self.plan(dequantize, operation, context, capability)?;
+        let plan = self.plan(dequantize, operation, context, planner)?;
         let reshapes = self.pattern.reshapes.iter().chain(bias_reshape);
         reshapes.for_each(|&at| fallback(at).run(context));
         let with_bias = add.as_ref().filter(|add| adds_bias(context, add, &plan));
@@ -114,7 +115,7 @@ impl FusedProduct {
         dequantize: &CustomOpIr,
         operation: &MatmulOpIr,
         context: &Streams,
-        device: &Capability,
+        planner: &mut Planner,
     ) -> Option<MatmulPlan> {
         let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
         let layout = layout(context, dequantize)?;
@@ -134,7 +135,7 @@ impl FusedProduct {
         if !one_weight || !same_dtype || !known_scale {
             return None;
         }
-        matmul::plan(m, &layout, output.dtype, device)
+        planner.plan(m, &layout, output.dtype)
     }
 
     /// Dequantizes only the rows that are looked up. Returns the counter to bump, or `None` if

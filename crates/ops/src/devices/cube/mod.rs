@@ -36,11 +36,10 @@ use burn_fp4_search::host::{DequantTarget, View};
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
 use self::device::{contiguous, has_kernels, kernel_dtype, output_tensor};
-use self::matmul::{handles, scheme_of};
+use self::matmul::{DENSE, FUSED, handles, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
 use super::portable::bias::add_bias;
-use crate::counts::{DENSE, FUSED};
 use crate::hessian_factor::HessianFactor;
 use crate::layout::{Fp4Layout, amax_shape};
 use crate::primitive::Fp4Primitive;
@@ -100,7 +99,7 @@ fn multiply(
 ) -> CubeTensor {
     let [m, n] = [input.meta.shape()[0], layout.shape[1]];
     let plan = has_kernels(&input.device)
-        .then(|| matmul::plan(m, &layout, input.dtype, &Capability::of(&input.client)))
+        .then(|| matmul::Planner::new(&input.client).plan(m, &layout, input.dtype))
         .flatten();
     if let Some(plan) = plan {
         FUSED.fetch_add(1, Ordering::Relaxed);

@@ -15,8 +15,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::f16;
 
-use super::epilogue::epilogue;
-use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, operands};
+use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
 use super::plan::{Gemv, Matmul};
 use crate::numeric::element::decode_pair;
 use crate::numeric::scale_grid::{scale_value, scaled_element};

@@ -1,7 +1,6 @@
 //! Matmuls with a packed weight.
 
 mod emulated;
-mod epilogue;
 mod fragment;
 mod gemv;
 mod instructions;

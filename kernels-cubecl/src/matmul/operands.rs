@@ -1,4 +1,4 @@
-//! Operands of the matmul kernels.
+//! Operands of the matmul kernels, and their epilogue: from an f32 sum to a value of the output.
 
 use burn_fp4_search::formats::{Fp4Format, ScaleGrid};
 use cubecl::prelude::*;
@@ -8,6 +8,7 @@ use super::plan::Matmul;
 use super::prefetch::{Prefetch, PrefetchArgs};
 use crate::packed::{PackedHandles, PackedIn};
 use crate::plan::{Capability, Conversion, Dtype};
+use crate::tensor::load_store::narrow;
 
 /// The compile-time key of the matmul kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -107,4 +108,20 @@ pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
             blueprint,
         )
     }
+}
+
+/// Returns the output of a packed row: the sum times the tensor scale, plus the bias, rounded once.
+#[cube]
+pub(crate) fn epilogue<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    sum: f32,
+    row: u32,
+) -> F {
+    let blueprint = comptime!(operands.blueprint);
+    let factor = if comptime!(blueprint.by_row) { row } else { 0u32.runtime() };
+    let mut value = sum * f32::reinterpret(operands.weight.tensor_scale[factor as usize]);
+    if comptime!(blueprint.bias) {
+        value += f32::cast_from(operands.bias[row as usize]);
+    }
+    narrow::<F>(value, comptime!(blueprint.conversion))
 }

@@ -26,9 +26,8 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::epilogue::epilogue;
 use super::fragment::{decode_elements, decode_scales};
-use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, operands};
+use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
 use super::plan::{Matmul, SMALL_M_K_TILE, SmallM};
 use super::prefetch::prefetch_next;
 use crate::numeric::scale_grid::sum_shift;

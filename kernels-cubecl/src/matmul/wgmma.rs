@@ -31,9 +31,8 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::epilogue::epilogue;
 use super::instructions::WgmmaInstructions;
-use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, operands};
+use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
 use super::plan::{K_TILE, Matmul, WGMMA_TILE_N, Wgmma};
 use crate::numeric::element::decode_byte;
 use crate::numeric::scale_grid::{element_shift, product_scale_pair, sum_shift};

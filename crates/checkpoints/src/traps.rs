@@ -214,7 +214,8 @@ pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
 /// assert!(planned_traps(&outline, &[vec![0, 1]], "modelopt").is_empty());
 /// let apart = planned_traps(&outline, &[vec![0], vec![1]], "modelopt");
 /// let text = "`mlp.gate_proj.weight`: `up_proj` has another tensor scale: engines that run both \
-///             as one (vLLM, SGLang, TensorRT-LLM) scale one of them again, which changes its values";
+///             as one (vLLM, SGLang, TensorRT-LLM) scale one of them again, which changes its \
+///             values";
 /// assert_eq!(apart[0].to_string(), text);
 /// ```
 #[must_use]

@@ -199,8 +199,8 @@ pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
 }
 
 /// Finds traps of a plan before a byte is written: layers that the readers of a dialect run as one
-/// and that have other formats or tensor scales, and embeddings. `groups` are the weights that share
-/// a tensor scale, by their places in the outline.
+/// and that have other formats or tensor scales, and embeddings. `groups` are the weights that
+/// share a tensor scale, by their places in the outline.
 ///
 /// ```
 /// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, planned_traps};
@@ -423,7 +423,7 @@ mod tests {
         let groups = [vec![0], vec![1], vec![2]];
         let of = |dialect: &str| texts(&planned_traps(&model, &groups, dialect));
         let says = "`model.embed_tokens.weight` and 1 other: an embedding by its name, and readers \
-                    of `compressed-tensors` (vLLM, SGLang, transformers) have FP4 for linear layers";
+                    of `compressed-tensors` (vLLM, SGLang, transformers) have FP4 for linear";
         let found = of("compressed-tensors");
         assert!(found.len() == 1 && found[0].starts_with(says), "{found:?}");
         // These have FP4 embeddings.

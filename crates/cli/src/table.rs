@@ -17,7 +17,7 @@ pub(crate) enum Column {
     Text,
 }
 
-/// The order in which columns are left out where a terminal is narrow, the first of each list first.
+/// The order in which columns are left out where a terminal is narrow, from the start of each list.
 /// The names in the first column, and columns of none of the lists, stay.
 pub(crate) struct Order<'o> {
     /// Columns that go before names are cut.

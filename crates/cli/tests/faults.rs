@@ -187,7 +187,8 @@ fn only_the_same_task_is_gone_on_with() {
     fs::write(folder.path().join("apart.toml"), "together = false\n").expect("a recipe");
     let other = "quantize model --out out --method sse --recipe apart.toml --resume";
     let (code, _, error) = run(folder.path(), other);
-    let says = "with no `together` in the recipe, but this run has `together` in the recipe, which is false; ";
+    let says = "with no `together` in the recipe, but this run has `together` in the recipe, which \
+                is false; ";
     assert!(code == 2 && error.contains(says), "{error}");
     fs::remove_file(folder.path().join("apart.toml")).expect("a recipe");
     // What is written already is not removed unasked.

@@ -232,7 +232,8 @@ impl Report {
         vec![name, shape, first.to.clone(), size, first.by.clone(), first.short.clone()]
     }
 
-    /// The schemes of what is quantized, with the number of weights of each; the base if nothing is.
+    /// The schemes of what is quantized, with the number of weights of each; the base if nothing
+    /// is.
     fn schemes(&self) -> Vec<(Fp4Scheme, usize)> {
         let mut counts: Vec<(Fp4Scheme, usize)> = Vec::new();
         for scheme in self.weights.iter().filter_map(|row| row.scheme) {

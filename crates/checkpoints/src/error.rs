@@ -219,15 +219,27 @@ pub enum CheckpointError {
     },
     /// The partial result of an earlier run was made from something else.
     #[error(
-        "{}: left by a run with other options or another input, {differs}; give the same, or \
-         remove it to start over",
+        "{}: left by a run with {before}, but this run has {now}; repeat the command of that run, \
+         or remove the folder to start over",
         .path.display()
     )]
     OtherTask {
         /// The folder with what there is of it.
         path: PathBuf,
-        /// The first difference.
-        differs: String,
+        /// The first part of its task that differs.
+        before: String,
+        /// The same part of the task that was asked for.
+        now: String,
+    },
+    /// A file of the partial result is not what the earlier run laid out.
+    #[error(
+        "{}: damaged: its length or header is not the planned one; remove the folder that it is in \
+         to start over",
+        .path.display()
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
     },
     /// A folder in the place of a partial result was not left by a write.
     #[error(

@@ -14,6 +14,9 @@ pub struct Fp4Facts {
     pub zero_blocks: u64,
     /// Blocks that have the largest block scale, beyond which nothing goes.
     pub saturated_blocks: u64,
+    /// Blocks that are not zero and have one of the smallest scales, the subnormal numbers of their
+    /// format.
+    pub small_blocks: u64,
     /// Blocks whose scale is 0 though their codes are not: their values are lost.
     pub lost_blocks: u64,
     /// Blocks whose scale is NaN.
@@ -37,10 +40,12 @@ impl Fp4Weight<'_> {
         let (codes, scales, multipliers) =
             (self.plain_codes(), self.plain_scales(), self.multipliers());
         let matrix = self.rows() * self.cols() / self.block_size;
+        let subnormal = 1..1_u8 << grid.mantissa_bits;
         let mut facts = Fp4Facts {
             blocks: scales.len() as u64,
             zero_blocks: 0,
             saturated_blocks: 0,
+            small_blocks: 0,
             lost_blocks: 0,
             nan_blocks: 0,
             scales: [f32::INFINITY, 0.0],
@@ -63,6 +68,7 @@ impl Fp4Weight<'_> {
                 facts.zero_blocks += 1;
                 continue;
             }
+            facts.small_blocks += u64::from(subnormal.contains(&scale));
             let scale = grid.decode(scale) * multipliers[at / matrix];
             facts.lost_blocks += u64::from(scale == 0.0);
             let [least, most] = &mut facts.scales;

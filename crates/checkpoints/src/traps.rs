@@ -3,14 +3,19 @@
 
 use std::fmt;
 
-use crate::dialect;
+use burn_fp4_formats::Fp4Format;
+use burn_fp4_policy::Role;
+use serde::Serialize;
+
+use crate::architecture::{Architecture, EMBEDDING};
+use crate::dialect::{self, ReadBy};
 use crate::facts::Fp4Facts;
 use crate::fp4::Fp4Weight;
 use crate::selection::{self, families};
 use crate::weight::{Model, Value, Weight};
 
 /// A warning about a checkpoint.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Trap {
     /// The weight, unless it is about all of them.
@@ -57,7 +62,11 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
             push(&mut traps, Trap { weight: Some(weight.name.clone()), others: 0, what });
         };
         let Some(facts) = facts else { continue };
-        alone(facts, &mut add);
+        let scaled = match &weight.value {
+            Value::Fp4(fp4) => fp4.format.row().tensor_scale,
+            Value::Plain(_) | Value::Fp8(_) => false,
+        };
+        alone(facts, scaled, &mut add);
         if let Value::Fp4(Fp4Weight { tensor_scale: Some(scale), .. }) = &weight.value
             && let Some(number) = scale.stated().to_vec().into_iter().find(|n| !n.is_finite())
         {
@@ -68,12 +77,15 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
             add("the scale of its input is the constant 1: inputs beyond 2688 saturate".to_owned());
         }
     }
-    together(model, facts, &mut traps);
+    let dialect = model.quantization.dialect;
+    let scale = |at: usize| Some(facts.get(at)?.as_ref()?.multiplier.to_bits());
+    together(model, scale, dialect, &mut traps);
+    let is_fp4 = |at: usize| matches!(model.weights[at].value, Value::Fp4(_));
+    traps.extend(packed_embedding(model, dialect, is_fp4));
     traps.extend(missing_layers(model));
     // GGUF is known by its format, which says nothing of FP4.
     let claimed = !["", "plain", "gguf"].contains(&model.quantization.dialect);
     if claimed && !model.weights.iter().any(Weight::is_quantized) {
-        let dialect = model.quantization.dialect;
         let what = format!("it says that it is quantized ({dialect}), but no weight is");
         traps.push(Trap { weight: None, others: 0, what });
     }
@@ -112,11 +124,26 @@ fn push(traps: &mut Vec<Trap>, trap: Trap) {
     }
 }
 
-/// Finds traps in one weight.
-fn alone(facts: &Fp4Facts, add: &mut impl FnMut(String)) {
-    let Fp4Facts { blocks, largest, .. } = facts;
+/// Blocks of a weight below which their shares say nothing.
+const FEW: u64 = 16;
+/// A block scale that is large, and a thousand times the largest subnormal one.
+const LARGE: f32 = 16.0;
+
+/// Finds traps in one weight. `scaled`: its format has a tensor scale.
+fn alone(facts: &Fp4Facts, scaled: bool, add: &mut impl FnMut(String)) {
+    let Fp4Facts { blocks, largest, zero_blocks, small_blocks, .. } = facts;
     let [least, most] = PLAUSIBLE;
-    if *largest > most || (*largest > 0.0 && *largest < least) {
+    // A reciprocal as tensor scale leaves the block scales as they are. Small ones alone have no
+    // other cause than small values where there is no tensor scale.
+    let spread = facts.scales[1] >= LARGE * facts.multiplier;
+    let hidden = scaled && spread && 2 * (zero_blocks + small_blocks) > *blocks;
+    if hidden && *blocks > FEW && *largest > 0.0 {
+        add(format!(
+            "{zero_blocks} of {blocks} blocks are zero and {small_blocks} have one of the smallest \
+             scales, next to a largest value of {largest:.3e}: unless the source has them, one \
+             value is too large for the others; keep the weight dense, or quantize it to MXFP4"
+        ));
+    } else if *largest > most || (*largest > 0.0 && *largest < least) {
         add(format!(
             "its largest value is {largest:.3e}: its tensor scale may be the reciprocal of what \
              the dialect states"
@@ -129,7 +156,7 @@ fn alone(facts: &Fp4Facts, add: &mut impl FnMut(String)) {
     if facts.nan_blocks > 0 {
         add(format!("{} of {blocks} blocks have a NaN for their scale", facts.nan_blocks));
     }
-    if facts.saturated_blocks * 4 > *blocks && *blocks > 16 {
+    if facts.saturated_blocks * 4 > *blocks && *blocks > FEW {
         let saturated = facts.saturated_blocks;
         add(format!(
             "{saturated} of {blocks} blocks have the largest scale: its tensor scale may be too \
@@ -171,40 +198,128 @@ pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
     families(model).iter().filter_map(unlike).collect()
 }
 
-/// Finds traps in weights that inference engines run as one.
-fn together(model: &Model<'_>, facts: &[Option<Fp4Facts>], traps: &mut Vec<Trap>) {
+/// Finds traps of a plan before a byte is written: layers that the readers of a dialect run as one
+/// and that have other formats or tensor scales, and embeddings. `groups` are the weights that
+/// share a tensor scale, by their places in the outline.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, planned_traps};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let weights = ["mlp.gate_proj", "mlp.up_proj"].map(|name| {
+///     let fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, true);
+///     Weight::new(format!("{name}.weight"), 0, Value::Fp4(fp4))
+/// });
+/// let outline = Model { weights: weights.into(), ..Model::default() };
+/// assert!(planned_traps(&outline, &[vec![0, 1]], "modelopt").is_empty());
+/// let apart = planned_traps(&outline, &[vec![0], vec![1]], "modelopt");
+/// let text = "`mlp.gate_proj.weight`: `up_proj` has another tensor scale: engines that run both \
+///             as one (vLLM, SGLang, TensorRT-LLM) scale one of them again, which changes its \
+///             values";
+/// assert_eq!(apart[0].to_string(), text);
+/// ```
+#[must_use]
+pub fn planned_traps(outline: &Model<'_>, groups: &[Vec<usize>], dialect: &str) -> Vec<Trap> {
+    let mut traps = Vec::new();
+    let fp4 = |at: usize| match &outline.weights[at].value {
+        Value::Fp4(fp4) => Some(fp4),
+        Value::Plain(_) | Value::Fp8(_) => None,
+    };
+    let mut group_of = vec![None; outline.weights.len()];
+    for (group, members) in groups.iter().enumerate() {
+        members.iter().for_each(|&at| group_of[at] = Some(group as u32));
+    }
+    let scale =
+        |at: usize| group_of[at].filter(|_| fp4(at).is_some_and(|fp4| fp4.tensor_scale.is_some()));
+    together(outline, scale, dialect, &mut traps);
+    traps.extend(packed_embedding(outline, dialect, |at| fp4(at).is_some()));
+    traps
+}
+
+/// Finds embeddings that are FP4 where readers of the dialect have FP4 for linear layers alone.
+/// `is_fp4` says of a weight, by its place, if it is FP4 in what they read.
+#[must_use]
+pub fn packed_embedding(
+    model: &Model<'_>,
+    dialect: &str,
+    is_fp4: impl Fn(usize) -> bool,
+) -> Option<Trap> {
+    let (_, writer) = dialect::writer(dialect).ok().filter(|(_, writer)| writer.fuses())?;
+    let roles = Architecture::of(model).roles().ok()?;
+    let is_embedding = |weight: &Weight<'_>| {
+        roles.role(weight.module(), weight.shape().len()) == Role::Other(EMBEDDING)
+    };
+    let weights = model.weights.iter().enumerate();
+    let mut found = weights.filter(|(at, weight)| is_fp4(*at) && is_embedding(weight));
+    let (_, first) = found.next()?;
+    let format = match &first.value {
+        Value::Fp4(fp4) => fp4.format,
+        Value::Plain(_) | Value::Fp8(_) => Fp4Format::NvFp4,
+    };
+    let what = format!(
+        "an embedding by its name, and readers of `{dialect}`{} have FP4 for linear layers alone: \
+         they do not load it; keep it dense",
+        in_brackets(writer.readers(format).iter())
+    );
+    Some(Trap { weight: Some(first.name.clone()), others: found.count(), what })
+}
+
+/// Names programs behind a word. Empty: there are none.
+fn in_brackets<'r>(readers: impl Iterator<Item = &'r ReadBy>) -> String {
+    let names: Vec<&str> = readers.map(|reader| reader.program.row().name).collect();
+    if names.is_empty() { String::new() } else { format!(" ({})", names.join(", ")) }
+}
+
+/// Finds traps in weights that readers of a dialect run as one. `scale` is equal for weights that
+/// have the same tensor scale.
+fn together(
+    model: &Model<'_>,
+    scale: impl Fn(usize) -> Option<u32>,
+    dialect: &str,
+    traps: &mut Vec<Trap>,
+) {
     // The readers of a dialect that is only read are unknown.
-    let written = dialect::writer(model.quantization.dialect);
-    let fused = written.map_or(true, |(_, writer)| writer.fuses());
+    let written = dialect::writer(dialect).map(|(_, writer)| writer);
+    if written.as_ref().is_ok_and(|writer| !writer.fuses()) {
+        return;
+    }
     for members in families(model) {
         let kind = |at: usize| match &model.weights[at].value {
             Value::Fp4(fp4) => Some((fp4.format, fp4.block_size)),
             Value::Plain(_) | Value::Fp8(_) => None,
         };
-        let scale = |at: usize| Some(facts.get(at)?.as_ref()?.multiplier.to_bits());
         let first = members[0];
         let of_another_kind = members.iter().find(|&&at| kind(at) != kind(first));
-        let of_another_scale = members.iter().find(|&&at| fused && scale(at) != scale(first));
-        let (other, what) = match (of_another_kind, of_another_scale) {
-            (Some(other), _) => {
-                (other, "is quantized otherwise: engines that run both as one refuse that (vLLM)")
-            }
+        let of_another_scale = members.iter().find(|&&at| scale(at) != scale(first));
+        let (other, has, then) = match (of_another_kind, of_another_scale) {
+            (Some(other), _) => (*other, "is quantized otherwise", "need one format"),
             (None, Some(other)) => (
-                other,
-                "has another tensor scale: engines that run both as one round block scales again",
+                *other,
+                "has another tensor scale",
+                "scale one of them again, which changes its values",
             ),
             (None, None) => continue,
         };
-        let [weight, other] = [first, *other].map(|at| &model.weights[at].name);
-        let what = format!("`{other}` {what}");
-        traps.push(Trap { weight: Some(weight.clone()), others: 0, what });
+        let format = [first, other].into_iter().find_map(kind).map(|(format, _)| format);
+        let readers = written.as_ref().ok().zip(format);
+        let readers = readers.map_or(&[][..], |(writer, format)| writer.readers(format));
+        let engines = in_brackets(readers.iter().filter(|reader| reader.program.row().fuses));
+        let other = beside(&model.weights[other].name, &model.weights[first].name);
+        let what = format!("`{other}` {has}: engines that run both as one{engines} {then}");
+        push(traps, Trap { weight: Some(model.weights[first].name.clone()), others: 0, what });
     }
+}
+
+/// Returns the name of a module in the words in which it differs from that of a neighbor.
+fn beside<'n>(name: &'n str, neighbor: &str) -> &'n str {
+    let module = name.strip_suffix(".weight").unwrap_or(name);
+    let parent = neighbor.strip_suffix(".weight").unwrap_or(neighbor).rsplit_once('.');
+    let within = |(parent, _): (&str, &str)| module.strip_prefix(parent)?.strip_prefix('.');
+    parent.and_then(within).unwrap_or(module)
 }
 
 #[cfg(test)]
 mod tests {
-    use burn_fp4_formats::Fp4Format;
-
     use super::*;
     use crate::dtype::Dtype;
     use crate::fp4::{Numbers, TensorScale};
@@ -243,13 +358,76 @@ mod tests {
         let (model, facts) = model(vec![q.clone(), k.clone(), dense("v_proj.weight")]);
         let found = texts(&traps(&model, &facts));
         assert_eq!(found.len(), 1);
-        assert!(found[0].starts_with("`q_proj.weight`: `v_proj.weight` is quantized"), "{found:?}");
+        assert!(found[0].starts_with("`q_proj.weight`: `v_proj` is quantized"), "{found:?}");
 
         let (model, facts) = self::model(vec![q, k, fp4("v_proj.weight", &[0.25])]);
         let found = texts(&traps(&model, &facts));
         assert_eq!(found.len(), 1);
-        assert!(found[0].starts_with("`q_proj.weight`: `v_proj.weight` has another"), "{found:?}");
+        assert!(found[0].starts_with("`q_proj.weight`: `v_proj` has another"), "{found:?}");
         assert!(traps(&model, &[]).is_empty(), "without facts nothing is known");
+    }
+
+    #[test]
+    fn layers_of_a_repeated_pattern_are_one_trap() {
+        let pairs = (0..3).flat_map(|layer| {
+            [("gate_proj", 0.5), ("up_proj", 0.25)]
+                .map(|(name, scale)| fp4(&format!("layers.{layer}.mlp.{name}.weight"), &[scale]))
+        });
+        let (model, facts) = model(pairs.collect());
+        let found = texts(&traps(&model, &facts));
+        assert_eq!(found.len(), 1);
+        let says = "`layers.0.mlp.gate_proj.weight` and 2 others: `up_proj` has another tensor";
+        assert!(found[0].starts_with(says), "{found:?}");
+    }
+
+    /// A weight with a block of large values among 32, of which the others have a code and a scale.
+    fn outlier(code: u8, scale: u8, multiplier: f32) -> Weight<'static> {
+        let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![32, 16], false, true);
+        let others = [[code | code << 4; 8]; 31];
+        fp4.codes = [&[[0x77; 8]][..], &others].concat().concat().into();
+        fp4.scales = [&[0x7E][..], &[scale; 31]].concat().into();
+        fp4.tensor_scale = Some(TensorScale::Multiplier(Numbers::new(&[multiplier])));
+        Weight::new("o_proj.weight", 0, Value::Fp4(fp4))
+    }
+
+    #[test]
+    fn a_value_that_hides_the_others_is_no_reciprocal() {
+        for (weight, says) in [
+            (outlier(0, 0, 372.0), "31 of 32 blocks are zero and 0 have one of the smallest"),
+            (outlier(7, 1, 372.0), "0 of 32 blocks are zero and 31 have one of the smallest"),
+            (outlier(7, 0x50, 372.0), "tensor scale may be the reciprocal"),
+            (outlier(7, 0x50, 1e-12), "tensor scale may be the reciprocal"),
+            // Not larger than a weight of a trained network is.
+            (outlier(0, 0, 1e-4), "31 of 32 blocks are zero"),
+        ] {
+            let (model, facts) = model(vec![weight]);
+            let found = texts(&traps(&model, &facts));
+            assert!(found.len() == 1 && found[0].contains(says), "{found:?}");
+        }
+        // The second is a weight of small values, in a dialect without tensor scales.
+        let mut small = outlier(7, 1, 1.0);
+        if let Value::Fp4(fp4) = &mut small.value {
+            (fp4.scales, fp4.tensor_scale) = (vec![4; 32].into(), None);
+        }
+        for weight in [outlier(7, 0x50, 1e-4), small] {
+            let (model, facts) = model(vec![weight]);
+            assert_eq!(traps(&model, &facts), []);
+        }
+    }
+
+    #[test]
+    fn an_embedding_is_a_trap_where_readers_have_fp4_for_linear_layers_alone() {
+        let names = ["model.embed_tokens.weight", "transformer.wpe.weight", "o_proj.weight"];
+        let model =
+            Model { weights: names.map(|name| fp4(name, &[0.5])).into(), ..Model::default() };
+        let groups = [vec![0], vec![1], vec![2]];
+        let of = |dialect: &str| texts(&planned_traps(&model, &groups, dialect));
+        let says = "`model.embed_tokens.weight` and 1 other: an embedding by its name, and readers \
+                    of `compressed-tensors` (vLLM, SGLang, transformers) have FP4 for linear";
+        let found = of("compressed-tensors");
+        assert!(found.len() == 1 && found[0].starts_with(says), "{found:?}");
+        // These have FP4 embeddings.
+        assert!(of("gguf").is_empty() && of("mlx").is_empty());
     }
 
     #[test]

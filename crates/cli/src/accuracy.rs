@@ -5,31 +5,62 @@
 //! weight counts once, whatever its size.
 
 use burn_fp4_checkpoints::Model;
+use burn_fp4_search::Method;
 use serde::Serialize;
 
 use crate::counted::counted;
 use crate::percent::Percent;
 
-/// Sums of squares over a weight: of what quantization changed, and of what was there, in f64.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Squares {
-    /// Sums over its values.
+/// Sums over a weight. Squares are those of what quantization changed and of what was there, in
+/// f64.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Tally {
+    /// Squares of its values.
     pub(crate) values: [f64; 2],
-    /// Sums over the outputs of its layer, if statistics of its inputs are whole.
+    /// Squares of the outputs of its layer, if statistics of its inputs are whole.
     pub(crate) outputs: Option<[f64; 2]>,
+    /// Blocks that became zero though their values were not, and all blocks. Both are 0 for formats
+    /// without a tensor scale, whose block scales reach any value.
+    pub(crate) zeroed: [u64; 2],
+    /// Matrices whose statistics were all zero, and all matrices.
+    pub(crate) unseen: [u64; 2],
 }
 
-impl Squares {
+impl Tally {
+    /// Makes the sums of a weight of which only the squares of values are known.
+    pub(crate) fn of_values(values: [f64; 2]) -> Self {
+        Self { values, ..Self::default() }
+    }
+
     /// Adds the sums of another matrix of the same stack.
     pub(crate) fn add(&mut self, other: Self) {
         let sum = |a: [f64; 2], b: [f64; 2]| [a[0] + b[0], a[1] + b[1]];
-        self.values = [self.values, other.values].into_iter().fold([0.0; 2], sum);
+        let count = |a: [u64; 2], b: [u64; 2]| [a[0] + b[0], a[1] + b[1]];
+        self.values = sum(self.values, other.values);
         self.outputs = self.outputs.into_iter().chain(other.outputs).reduce(sum);
+        self.zeroed = count(self.zeroed, other.zeroed);
+        self.unseen = count(self.unseen, other.unseen);
+    }
+
+    /// Describes the matrices that were quantized by the default method, as their statistics are
+    /// all zero.
+    pub(crate) fn fallback(&self) -> Option<String> {
+        let method = Method::default();
+        match self.unseen {
+            [0, _] => None,
+            [unseen, all] if unseen == all => {
+                Some(format!("quantized by `{method}`: its statistics are all zero"))
+            }
+            [unseen, all] => Some(format!(
+                "{unseen} of its {all} matrices quantized by `{method}`: their statistics are all \
+                 zero"
+            )),
+        }
     }
 }
 
 /// The sums of a weight, by its place in the model.
-pub(crate) type SquaresAt = (usize, Squares);
+pub(crate) type TallyAt = (usize, Tally);
 
 /// Percent above which an error is warned of: what NVFP4 and MXFP4 leave of any usual weight is
 /// 8 to 12.
@@ -37,6 +68,10 @@ const WARNED: f64 = 20.0;
 
 /// The same for a cast: bf16 rounds by 0.2 at most, unless values are too small for the dtype.
 const CAST_WARNED: f64 = 1.0;
+
+/// Percent of the blocks of a weight above which zeros that were no zeros are warned of. Weights of
+/// trained models have none: their largest value is not half a million times that of a block.
+const ZEROED_WARNED: f64 = 1.0;
 
 /// Warnings that are printed one by one.
 const SHOWN: usize = 5;
@@ -54,6 +89,8 @@ pub(crate) struct Errors {
     /// Weights that an earlier run has written, whose errors only `fp4 compare` tells.
     not_measured: usize,
     weights: Vec<WeightError>,
+    /// The lines that are printed about them.
+    warnings: Vec<String>,
 }
 
 /// The error of a weight.
@@ -65,21 +102,59 @@ struct WeightError {
     /// The same of the outputs of its layer.
     #[serde(skip_serializing_if = "Option::is_none")]
     output_error_percent: Option<f64>,
+    /// Blocks that became zero though their values were not, in percent of all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    zeroed_blocks_percent: Option<f64>,
 }
 
 impl Errors {
-    /// Makes percents of sums, by the places of weights in the model. `not_measured` more were
-    /// changed.
-    pub(crate) fn new(
+    /// Makes percents of the sums of quantized weights, by their places in the model.
+    /// `not_measured` more were changed.
+    pub(crate) fn of_quantized(
         model: &Model<'_>,
         not_measured: usize,
-        mut measured: Vec<SquaresAt>,
+        measured: Vec<TallyAt>,
     ) -> Self {
+        let mut errors = Self::new(model, not_measured, measured);
+        let text = |name: &str, error: Percent| {
+            format!("`{name}`: its error is {error}; pass --keep '{name}' to keep it")
+        };
+        errors.warnings = errors.beyond(WARNED, "an error", |weight| weight.error_percent, text);
+        // The error of other weights is that of their largest values alone.
+        let zeroed = |weight: &WeightError| match weight.error_percent > WARNED {
+            true => 0.0,
+            false => weight.zeroed_blocks_percent.unwrap_or(0.0),
+        };
+        let text = |name: &str, share: Percent| {
+            format!(
+                "`{name}`: {share} of its blocks became zero: next to its largest value they are \
+                 below the range of NVFP4; pass --keep '{name}' to keep it, or --format mxfp4, \
+                 whose scales reach further"
+            )
+        };
+        errors.warnings.extend(errors.beyond(ZEROED_WARNED, "blocks of zeros", zeroed, text));
+        errors
+    }
+
+    /// Makes percents of the sums of matrices that a dtype was cast to.
+    pub(crate) fn of_casts(model: &Model<'_>, measured: Vec<TallyAt>) -> Self {
+        let mut errors = Self::new(model, 0, measured);
+        let text = |name: &str, error: Percent| {
+            format!("`{name}`: the cast changes it by {error}; leave out --cast-kept")
+        };
+        let error = |weight: &WeightError| weight.error_percent;
+        errors.warnings = errors.beyond(CAST_WARNED, "an error", error, text);
+        errors
+    }
+
+    fn new(model: &Model<'_>, not_measured: usize, mut measured: Vec<TallyAt>) -> Self {
         measured.sort_by_key(|(at, _)| *at);
-        let error = |(at, squares): SquaresAt| WeightError {
+        let share = |[zeroed, all]: [u64; 2]| (all > 0).then(|| 100.0 * zeroed as f64 / all as f64);
+        let error = |(at, tally): TallyAt| WeightError {
             name: model.weights[at].name.clone(),
-            error_percent: Percent::of(squares.values).0,
-            output_error_percent: squares.outputs.map(|outputs| Percent::of(outputs).0),
+            error_percent: Percent::of(tally.values).0,
+            output_error_percent: tally.outputs.map(|outputs| Percent::of(outputs).0),
+            zeroed_blocks_percent: share(tally.zeroed),
         };
         let weights: Vec<WeightError> = measured.into_iter().map(error).collect();
         let worst = weights.iter().max_by(|a, b| a.error_percent.total_cmp(&b.error_percent));
@@ -89,6 +164,7 @@ impl Errors {
             mean_output_percent: mean(weights.iter().filter_map(|w| w.output_error_percent)),
             not_measured,
             weights,
+            warnings: Vec::new(),
         }
     }
 
@@ -115,30 +191,34 @@ impl Errors {
         text
     }
 
-    /// Warns of weights that FP4 has no good values for, the worst first.
-    pub(crate) fn warnings(&self) -> Vec<String> {
-        self.beyond(WARNED, |name, error| {
-            format!("`{name}`: its error is {error}; pass --keep '{name}' to keep it")
-        })
+    /// The warnings about these weights, the worst first.
+    pub(crate) fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
-    /// Warns of weights that a dtype has no good values for, the worst first.
-    pub(crate) fn cast_warnings(&self) -> Vec<String> {
-        self.beyond(CAST_WARNED, |name, error| {
-            format!("`{name}`: the cast changes it by {error}; leave out --cast-kept")
-        })
+    /// Adds a warning about some of the weights.
+    pub(crate) fn warn(&mut self, warning: String) {
+        self.warnings.push(warning);
     }
 
-    /// Describes the errors beyond some percent, the worst first.
-    fn beyond(&self, percent: f64, describe: impl Fn(&str, Percent) -> String) -> Vec<String> {
-        let far = self.weights.iter().filter(|weight| weight.error_percent > percent);
-        let mut far: Vec<&WeightError> = far.collect();
-        far.sort_by(|a, b| b.error_percent.total_cmp(&a.error_percent));
-        let warning = |weight: &&WeightError| describe(&weight.name, Percent(weight.error_percent));
+    /// Describes the weights of which some share is beyond some percent, the worst first.
+    fn beyond(
+        &self,
+        percent: f64,
+        what: &str,
+        share: impl Fn(&WeightError) -> f64,
+        describe: impl Fn(&str, Percent) -> String,
+    ) -> Vec<String> {
+        let mut far: Vec<(f64, &WeightError)> =
+            self.weights.iter().map(|weight| (share(weight), weight)).collect();
+        far.retain(|(share, _)| *share > percent);
+        far.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        let warning =
+            |(share, weight): &(f64, &WeightError)| describe(&weight.name, Percent(*share));
         let mut warnings: Vec<String> = far.iter().take(SHOWN).map(warning).collect();
         if far.len() > SHOWN {
             let more = counted(far.len() - SHOWN, "more weight");
-            warnings.push(format!("an error beyond {percent} %: {more}; --json lists all"));
+            warnings.push(format!("{what} beyond {percent} %: {more}; --json lists all"));
         }
         warnings
     }

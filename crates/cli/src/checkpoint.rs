@@ -4,7 +4,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::{
-    Checkpoint, CheckpointError, DIALECTS, DataType, KnownBy, Model, Reader, Value, Weight, dialect,
+    CONFIG, Checkpoint, CheckpointError, DIALECTS, DataType, KnownBy, Model, Reader, Value, Weight,
+    dialect,
 };
 use burn_fp4_search::formats::Fp4Format;
 use clap::builder::PossibleValuesParser;
@@ -105,7 +106,7 @@ pub(crate) fn not_copied(checkpoint: &Checkpoint, dialect: &str) -> Option<Strin
     let list = |paths: &[PathBuf]| paths.iter().map(name).collect::<Vec<_>>().join(", ");
     if dialect == GGUF {
         // Files that a folder needs with its weights.
-        let config = container.config().map(|_| container.root().join("config.json"));
+        let config = container.config().map(|_| container.root().join(CONFIG));
         let files: Vec<PathBuf> = config.into_iter().chain(container.sidecars().to_vec()).collect();
         return (!files.is_empty()).then(|| {
             let files = list(&files);

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use burn_fp4_checkpoints::dialect;
 use burn_fp4_checkpoints::{
     CheckpointError, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, Weight,
-    WriteOptions, WriteReport, missing_layers, unlike_scales,
+    WriteOptions, WriteReport, missing_layers, packed_embedding, unlike_scales,
 };
 use burn_fp4_search::formats::Fp4Format;
 use serde::Serialize;
 
-use crate::accuracy::{Errors, Squares};
+use crate::accuracy::{Errors, Tally};
 use crate::checkpoint::{GGUF, Input, is_gguf, model, not_copied, target, writable};
 use crate::counted::counted;
 use crate::error::CliError;
@@ -119,7 +119,10 @@ struct Report {
     dialect: String,
     files: usize,
     tensors: usize,
+    /// Bytes of all files with tensors, headers included.
     bytes: u64,
+    /// Bytes of the tensors in them.
+    tensor_bytes: u64,
     /// Changes, and whatever else is worth knowing, in sentences.
     notes: Vec<String>,
     /// The errors of weights whose values changed, against the input, not the model before it.
@@ -128,11 +131,11 @@ struct Report {
 
 impl Report {
     fn new(model: &Model<'_>, dialect: &str, planned: &Planned<'_>, notes: Vec<String>) -> Self {
-        let WriteReport { files, tensors, bytes, .. } = planned.report();
-        let squares = |values: [f64; 2]| Squares { values, outputs: None };
-        let changed = planned.changed().iter().map(|&(at, values)| (at, squares(values)));
-        let errors = Errors::new(model, 0, changed.collect());
-        Self { dialect: dialect.to_owned(), files, tensors, bytes, notes, errors }
+        let WriteReport { files, tensors, bytes: tensor_bytes, .. } = planned.report();
+        let changed = planned.changed().iter().map(|&(at, values)| (at, Tally::of_values(values)));
+        let errors = Errors::of_quantized(model, 0, changed.collect());
+        let (dialect, bytes) = (dialect.to_owned(), planned.length());
+        Self { dialect, files, tensors, bytes, tensor_bytes, notes, errors }
     }
 
     fn text(&self, out: &Path) -> String {
@@ -221,9 +224,15 @@ fn result_notes(
         let [one, other] = pair.map(|at| &model.weights[at].name);
         notes.push(format!(
             "`{one}` and `{other}` have different tensor scales: engines that run both as one \
-             round block scales again"
+             scale one of them again, which changes its values"
         ));
     }
+    let stays = |at: usize| {
+        let kept = kept.iter().find(|kept| kept.weight == at);
+        matches!(model.weights[at].value, Value::Fp4(_))
+            && kept.map_or(options.decode_fp4.is_none(), |kept| kept.floats.is_none())
+    };
+    notes.extend(packed_embedding(model, dialect, stays).map(|trap| trap.to_string()));
     if !model.weights.iter().any(|weight| weight.is_quantized()) {
         notes.push("no weight is FP4; `fp4 quantize` makes them FP4".to_owned());
     }

@@ -13,7 +13,7 @@ use crate::fold::{Folded, fold_weights, natural};
 use crate::print::{print, print_json, warning};
 use crate::progress;
 use crate::size::Size;
-use crate::table::{Column, table, width, wrapped};
+use crate::table::{Column, Order, table, width, wrapped};
 
 /// List the weights of a checkpoint with formats, sizes and scales, and warn of defects that no
 /// reader reports.
@@ -238,6 +238,23 @@ impl Totals {
     }
 }
 
+/// The format of a weight goes last.
+const WEIGHTS: Order<'_> = Order {
+    first: &[
+        "largest\nscale",
+        "tensor\nscale",
+        "shape",
+        "saturated\nblocks",
+        "zero\nblocks",
+        "size",
+    ],
+    then: &["bits"],
+    last: &[],
+};
+/// The size of the weights of a format goes last.
+const FORMATS: Order<'_> =
+    Order { first: &["share", "bits a\nweight", "weights"], then: &[], last: &[] };
+
 /// Warnings of NaN and infinite values that are printed.
 const SHOWN: usize = 5;
 
@@ -283,10 +300,8 @@ impl Report {
             ("saturated\nblocks", Column::Figure),
             ("zero\nblocks", Column::Figure),
         ];
-        let optional =
-            ["largest\nscale", "tensor\nscale", "size", "zero\nblocks", "saturated\nblocks"];
         let rows = self.folded(all).iter().map(|folded| self.line(folded)).collect();
-        table(&columns, &optional, rows, width)
+        table(&columns, &WEIGHTS, rows, width)
     }
 
     fn line(&self, folded: &Folded) -> Vec<String> {
@@ -325,7 +340,7 @@ impl Report {
             ("weights", Column::Figure),
             ("size", Column::Figure),
             ("share", Column::Figure),
-            ("bits a weight", Column::Figure),
+            ("bits a\nweight", Column::Figure),
         ];
         let row = |one: &FormatTotals| {
             let share = 100.0 * one.bytes as f64 / bytes.max(1) as f64;
@@ -345,7 +360,11 @@ impl Report {
         );
         let scales = self.scales().map(|line| format!("\n{}", wrapped(&line, width)));
         let scales = scales.unwrap_or_default();
-        format!("{}\n\n{}{scales}", table(&columns, &[], formats, width), wrapped(&line, width))
+        format!(
+            "{}\n\n{}{scales}",
+            table(&columns, &FORMATS, formats, width),
+            wrapped(&line, width)
+        )
     }
 
     /// Describes the scales and blocks of all FP4 weights. None: there are none.

@@ -1,4 +1,4 @@
-//! Tables that fit the terminal: columns are left out first, then names are cut at the left.
+//! Tables that fit the terminal: some columns are left out first, then names are cut at the left.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,24 +17,35 @@ pub(crate) enum Column {
     Text,
 }
 
+/// The order in which columns are left out where a terminal is narrow, from the start of each list.
+/// The names in the first column, and columns of none of the lists, stay.
+pub(crate) struct Order<'o> {
+    /// Columns that go before names are cut.
+    pub(crate) first: &'o [&'o str],
+    /// Columns that go when names are cut to [`NARROWEST`].
+    pub(crate) then: &'o [&'o str],
+    /// Columns that go when names are cut to [`SHORTEST`].
+    pub(crate) last: &'o [&'o str],
+}
+
 /// A line below the header, and nothing else: names are long, and borders take their place.
 const STYLE: TableStyle =
     TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
-/// The least characters of a line of a broken text, and of a name that is cut.
+/// The least characters of a line of a broken text, and of a name beside columns that can go.
 const NARROWEST: usize = 16;
+/// The least characters of a name.
+const SHORTEST: usize = 10;
 /// Spaces between columns.
 const GAP: usize = 2;
 
 /// Lays out a table for a terminal of `width` columns, or with lines of any length without one.
 /// Empty if there are no rows.
 ///
-/// Columns without a text are left out. Where there is no room, so are the `optional` columns, the
-/// first of them first, and a last line names them; then the names in the first column are cut at
-/// the left. Where names that are cut have no room either, shapes are left out, and then the last
-/// columns.
+/// Columns without a text are left out. Where there is no room, so are others in their `order`, and
+/// a last line names them. The names in the first column are cut at the left.
 pub(crate) fn table(
     columns: &[(&str, Column)],
-    optional: &[&str],
+    order: &Order<'_>,
     mut rows: Vec<Vec<String>>,
     width: Option<u16>,
 ) -> String {
@@ -47,21 +58,20 @@ pub(crate) fn table(
     let mut shown: Vec<usize> = (0..columns.len()).filter(has_text).collect();
     let (all, whole) = (shown.clone(), total(&shown));
     if let Some(room) = width.map(usize::from) {
-        for left_out in optional {
-            if total(&shown) > room {
-                shown.retain(|&at| columns[at].0 != *left_out);
+        // With names of this length at most.
+        let least = |shown: &[usize], names: usize| {
+            total(shown).saturating_sub(widths[shown[0]].saturating_sub(names))
+        };
+        let lists = [(order.first, usize::MAX), (order.then, NARROWEST), (order.last, SHORTEST)];
+        for (list, names) in lists {
+            for left_out in list {
+                if least(&shown, names) > room {
+                    shown.retain(|&at| columns[at].0 != *left_out);
+                }
             }
         }
-        let least = |shown: &[usize]| {
-            total(shown).saturating_sub(widths[shown[0]].saturating_sub(NARROWEST))
-        };
-        // Nothing else helps: first shapes, then the last columns.
-        while least(&shown) > room && shown.len() > 2 {
-            let shape = shown.iter().position(|&at| columns[at].0 == "shape" && at > 0);
-            shown.remove(shape.unwrap_or(shown.len() - 1));
-        }
         if total(&shown) > room {
-            let names = room.saturating_sub(total(&shown[1..]) + GAP).max(NARROWEST);
+            let names = room.saturating_sub(total(&shown[1..]) + GAP).max(SHORTEST);
             shorten(&mut rows, names);
         }
     }
@@ -194,9 +204,11 @@ mod tests {
     const COLUMNS: [(&str, Column); 3] =
         [("weight", Column::Name), ("bytes", Column::Figure), ("note", Column::Text)];
 
+    const ORDER: Order<'_> = Order { first: &["bytes"], then: &["note"], last: &["format"] };
+
     fn shown(names: &[&str], width: u16) -> String {
         let row = |name: &&str| vec![(*name).to_owned(), "1.0 MB".to_owned(), "a note".repeat(9)];
-        table(&COLUMNS, &["bytes"], names.iter().map(row).collect(), Some(width))
+        table(&COLUMNS, &ORDER, names.iter().map(row).collect(), Some(width))
     }
 
     #[test]
@@ -208,7 +220,7 @@ mod tests {
     #[test]
     fn columns_are_left_out_before_names_are_cut() {
         let name = "model.layers.31.self_attn.q_proj";
-        let wide = table(&COLUMNS, &["bytes"], vec![vec![name.into(), "1.0 MB".into()]], None);
+        let wide = table(&COLUMNS, &ORDER, vec![vec![name.into(), "1.0 MB".into()]], None);
         assert!(wide.contains("bytes") && wide.contains(name), "{wide}");
         for (width, bytes, whole) in [(62, true, true), (54, false, true), (40, false, false)] {
             let text = shown(&[name], width);
@@ -221,11 +233,40 @@ mod tests {
     #[test]
     fn columns_without_room_are_named_and_columns_without_text_are_not_there() {
         let row = vec!["model.layers.31.self_attn.q_proj".to_owned(), "1.0 MB".to_owned()];
-        let text = table(&COLUMNS, &["bytes"], vec![row.clone()], Some(80));
+        let text = table(&COLUMNS, &ORDER, vec![row.clone()], Some(80));
         assert!(text.contains("bytes") && !text.contains("note") && !text.contains("no room"));
-        let narrow = table(&COLUMNS, &["bytes"], vec![row], Some(36));
+        let narrow = table(&COLUMNS, &ORDER, vec![row], Some(36));
         assert!(narrow.ends_with("\nno room for bytes: use 42 columns or\n  --json"), "{narrow}");
-        assert_eq!(table(&COLUMNS, &["bytes"], Vec::new(), Some(80)), "");
+        assert_eq!(table(&COLUMNS, &ORDER, Vec::new(), Some(80)), "");
+    }
+
+    #[test]
+    fn names_are_cut_before_the_last_columns_go() {
+        let columns = [
+            ("weight", Column::Name),
+            ("format", Column::Name),
+            ("note", Column::Text),
+            ("error", Column::Figure),
+        ];
+        let row = ["model.layers.31.mlp.up_proj", "nvfp4 16", "a note of words", "8.12 %"];
+        let of = |width| {
+            let rows = vec![row.map(str::to_owned).to_vec()];
+            table(&columns, &ORDER, rows, Some(width))
+        };
+        for (width, name, format, note) in [
+            (80, "model.layers.31.mlp.up_proj", true, true),
+            (60, "….layers.31.mlp.up_proj", true, true),
+            (44, "layers.31.mlp.up_proj", true, false),
+            (32, "…mlp.up_proj", true, false),
+            (24, "…1.mlp.up_proj", false, false),
+        ] {
+            let text = of(width);
+            let found = [name, "8.12 %"].map(|word| text.contains(word));
+            assert_eq!(found, [true, true], "{width}: {text}");
+            let found = [text.contains("nvfp4 16"), text.contains("a note")];
+            assert_eq!(found, [format, note], "{width}: {text}");
+            assert!(text.lines().all(|line| line.chars().count() <= width.into()), "{text}");
+        }
     }
 
     #[test]

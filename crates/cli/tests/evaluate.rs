@@ -145,6 +145,17 @@ fn a_method_that_fails_is_a_row_and_the_others_are_evaluated() {
 }
 
 #[test]
+fn a_method_cannot_choose_by_activations_that_are_all_zero() {
+    let mut tensors = layer();
+    let calibration = tensors.iter_mut().find(|tensor| tensor.name.ends_with(".calibration"));
+    calibration.expect("activations").bytes.fill(0);
+    let [printed, error] = fails(&file("zeros", &tensors), &["--methods", "sse,hessian,gptq"]);
+    assert!(printed.contains("sse") && printed.contains("failed"), "{printed}");
+    let says = "4 of 6 evaluations failed: hessian, gptq: tensor `";
+    assert!(error.contains(says) && error.contains("every value is 0, so a method"), "{error}");
+}
+
+#[test]
 fn what_was_measured_is_printed_before_a_plot_fails() {
     let nowhere = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no such folder").join("errors.svg");
     let nowhere = nowhere.to_str().expect("unicode");

@@ -172,8 +172,25 @@ fn only_the_same_task_is_gone_on_with() {
     child.kill().expect("it is killed");
     child.wait().expect("it ended");
     let other = "quantize model --out out --method amax --resume";
-    let differs = r#", `method "sse"` there, `method "amax"` here; give the same"#;
-    fails(folder.path(), other, 2, &[".out.partial", "other options", differs]);
+    let says = ".out.partial: left by a run with --method sse, but this run has --method amax; \
+                repeat the command of that run, or remove the folder to start over";
+    fails(folder.path(), other, 2, &[says]);
+    for (options, says) in [
+        ("--keep *.o_proj", "with no --keep, but this run has --keep '*.o_proj'"),
+        ("--preset mlp-only", "with --preset all-linear, but this run has --preset mlp-only"),
+        ("--cast-kept bf16", "with no --cast-kept, but this run has --cast-kept bf16"),
+        ("--last-layers-high-precision 1", "with --last-layers-high-precision 0, but this run"),
+    ] {
+        let other = format!("quantize model --out out --method sse {options} --resume");
+        fails(folder.path(), &other, 2, &[says]);
+    }
+    fs::write(folder.path().join("apart.toml"), "together = false\n").expect("a recipe");
+    let other = "quantize model --out out --method sse --recipe apart.toml --resume";
+    let (code, _, error) = run(folder.path(), other);
+    let says = "with no `together` in the recipe, but this run has `together` in the recipe, which \
+                is false; ";
+    assert!(code == 2 && error.contains(says), "{error}");
+    fs::remove_file(folder.path().join("apart.toml")).expect("a recipe");
     // What is written already is not removed unasked.
     let partial = folder.path().join(".out.partial");
     note_first_weight(&partial);
@@ -614,11 +631,17 @@ fn what_another_version_or_another_config_began_is_not_gone_on_with() {
     assert!(text.starts_with(version), "{text}");
     fs::write(&journal, text.replace(version, "burn-fp4 0.0.9, ")).expect("a journal");
     let resume = "quantize model --out out --resume";
-    fails(folder.path(), resume, 2, &[".out.partial", "`burn-fp4 0.0.9, ", "` here; give"]);
+    fails(
+        folder.path(),
+        resume,
+        2,
+        &[".out.partial", "with burn-fp4 0.0.9, but this run has burn-fp4 0."],
+    );
     fs::write(&journal, &text).expect("a journal");
     let config = fs::read_to_string(path.join("config.json")).expect("a config");
     fs::write(path.join("config.json"), config + "\n").expect("a config");
-    fails(folder.path(), resume, 2, &[".out.partial", "`model/config.json of ", "` here; give"]);
+    let says = ["with model/config.json of ", " bytes, whose text has the hash ", "; repeat the "];
+    fails(folder.path(), resume, 2, &says);
     assert_eq!(fs::read_to_string(&journal).expect("it stays"), text);
 }
 

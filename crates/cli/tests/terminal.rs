@@ -105,6 +105,31 @@ fn tables_fit_40_columns_and_totals_of_scales_are_told_where_columns_are_not() {
             }
         }
     }
+    for columns in [40, 60, 80] {
+        let of = |command: &str| in_columns(path, columns, command);
+        // Formats and errors are there at any width, and names are cut.
+        for (command, words) in [
+            ("quantize model --dry-run", &["becomes", "nvfp4 16"][..]),
+            ("quantize model --dry-run --all", &["becomes", "nvfp4 16"]),
+            ("inspect out", &["format", "nvfp4 16"]),
+            ("inspect out --all", &["format", "nvfp4 16"]),
+            ("compare model out", &["mean", "largest", "error", "nvfp4 16", " %"]),
+            ("compare model out --all", &["largest", "error", "nvfp4 16"]),
+        ] {
+            let text = of(command);
+            let rows: Vec<&str> = text.lines().take_while(|line| !line.is_empty()).collect();
+            let table = rows.join("\n");
+            for word in words {
+                assert!(table.contains(word), "{command} in {columns} columns: {word}: {text}");
+            }
+        }
+        let _ = fs::remove_dir_all(path.join("again"));
+        let said = of("quantize model --out again");
+        assert!(said.contains("mean error ") && said.contains("worst "), "{said}");
+        // Names are not broken.
+        let fits = |line: &&str| line.chars().count() <= columns || !line.trim().contains(' ');
+        assert!(said.lines().all(|line| fits(&line)), "{columns}: {said}");
+    }
     let text = in_columns(path, 80, "inspect out").replace("\n  ", " ");
     assert!(text.contains("\ntensor scales ") && text.contains(" saturated, "), "{text}");
 }
@@ -240,7 +265,7 @@ fn columns_that_a_terminal_has_no_room_for_are_named() {
     succeeds(path, "quantize model --out out");
     layers(&path.join("layers.safetensors"), &["model.layers.2.self_attn.q_proj"]);
     for (command, left_out) in [
-        ("inspect out", "no room for size, largest scale"),
+        ("inspect out", "no room for shape, largest scale, tensor scale"),
         ("compare model out", "no room for shape, A, largest difference"),
         ("evaluate layers.safetensors --methods sse,amax", "no room for"),
     ] {

@@ -135,7 +135,7 @@ pub enum PolicyError {
         /// A pattern that is spelt much like it and matches some.
         nearest: Option<String>,
     },
-    /// A pattern has characters that other tools read as operators.
+    /// A pattern has characters that other tools read as operators, or none at all.
     #[error("pattern `{pattern}`: {problem}")]
     Malformed {
         /// The pattern as the user has it.

@@ -229,9 +229,12 @@ impl Matcher {
     }
 }
 
-/// Finds characters in a pattern of a recipe that look like operators and are none. Names of
-/// weights have none of them.
+/// Finds characters in a pattern of a recipe that look like operators and are none, which names of
+/// weights do not have, and patterns without any character.
 pub(crate) fn malformed(text: &str) -> Option<&'static str> {
+    if text.is_empty() {
+        return Some("it is empty and matches nothing; write a name, or remove it");
+    }
     if text.starts_with("re:") {
         return None;
     }

@@ -8,9 +8,9 @@ mod table;
 use burn_fp4_policy::{Family, Matcher, Pattern, PolicyError, Role, Syntax, stem};
 
 use crate::weight::Model;
-pub(crate) use table::CONVOLUTION;
 pub use table::TransformersLoad;
 use table::{ANY, KEPT, LINEAR, MODALITY, ROWS, Row};
+pub(crate) use table::{CONVOLUTION, EMBEDDING};
 
 /// The architecture of a model.
 #[derive(Debug, Clone, Copy)]

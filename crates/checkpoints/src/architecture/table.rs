@@ -72,15 +72,15 @@ pub(super) const KEPT: [(&str, &str); 47] = [
     ("*_head", "the output layer"),
     ("*classification_head*", "the output layer"),
     ("*logits", "the output layer"),
-    ("*embed*", "an embedding"),
-    ("*wte", "an embedding"),
-    ("*wpe", "an embedding"),
-    ("shared", "an embedding"),
-    ("*.shared", "an embedding"),
-    ("*relative_attention_bias", "an embedding"),
-    ("*token_embd*", "an embedding"),
-    ("*position_embd*", "an embedding"),
-    ("*token_types*", "an embedding"),
+    ("*embed*", EMBEDDING),
+    ("*wte", EMBEDDING),
+    ("*wpe", EMBEDDING),
+    ("shared", EMBEDDING),
+    ("*.shared", EMBEDDING),
+    ("*relative_attention_bias", EMBEDDING),
+    ("*token_embd*", EMBEDDING),
+    ("*position_embd*", EMBEDDING),
+    ("*token_types*", EMBEDDING),
     ("*norm", "a normalization"),
     ("*norm?", "a normalization"),
     ("*router*", "a router"),
@@ -102,6 +102,8 @@ pub(super) const KEPT: [(&str, &str); 47] = [
     ("mm.*", MODALITY),
 ];
 
+/// Description of an embedding.
+pub(crate) const EMBEDDING: &str = "an embedding";
 /// Description of a convolution.
 pub(crate) const CONVOLUTION: &str = "a convolution";
 /// Description of a projection that parametrizes a state-space recurrence.

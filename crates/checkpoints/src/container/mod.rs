@@ -23,7 +23,8 @@ use self::safetensors::{INDEX, SINGLE};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::tensor::Tensor;
 
-pub(crate) const CONFIG: &str = "config.json";
+/// Name of the config in the folder of a model.
+pub const CONFIG: &str = "config.json";
 pub(crate) const QUANT_CONFIG: &str = "hf_quant_config.json";
 
 /// How names of PyTorch's pickles end. To load one can run code: none is read.

@@ -60,7 +60,7 @@ impl Dialect for CompressedTensors {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, self.name()).then_some("quant_method of config.json")
+        quant_method(container, self.name())
     }
 
     fn read<'a>(

@@ -34,7 +34,7 @@ impl Dialect for DeepSeek {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, "fp8").then_some("quant_method of config.json")
+        quant_method(container, "fp8")
     }
 
     fn read<'a>(

@@ -17,7 +17,7 @@ impl Dialect for FpQuant {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, "fp_quant").then_some("quant_method of config.json")
+        quant_method(container, "fp_quant")
     }
 
     fn read<'a>(

@@ -37,7 +37,7 @@ impl Dialect for GptOss {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, "mxfp4").then_some("quant_method of config.json")
+        quant_method(container, "mxfp4")
     }
 
     fn read<'a>(

@@ -61,10 +61,8 @@ impl Dialect for ModelOpt {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        if quant_method(container, "modelopt") {
-            return Some("quant_method of config.json");
-        }
-        container.quant_config().map(|_| QUANT_CONFIG)
+        let config = || container.quant_config().map(|_| QUANT_CONFIG);
+        quant_method(container, "modelopt").or_else(config)
     }
 
     fn read<'a>(

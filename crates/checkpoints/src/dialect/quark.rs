@@ -31,7 +31,7 @@ impl Dialect for Quark {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, "quark").then_some("quant_method of config.json")
+        quant_method(container, "quark")
     }
 
     fn read<'a>(

@@ -27,6 +27,8 @@ pub struct ProgramRow {
     pub name: &'static str,
     /// The version that was run or read. TensorRT-LLM: the files name commits.
     pub version: &'static str,
+    /// True if it runs query, key and value as one layer, and gate and up.
+    pub fuses: bool,
 }
 
 impl Program {
@@ -43,12 +45,16 @@ impl Program {
     /// The facts of the program.
     pub const fn row(self) -> &'static ProgramRow {
         match self {
-            Self::Vllm => &ProgramRow { name: "vLLM", version: "0.33.0" },
-            Self::SgLang => &ProgramRow { name: "SGLang", version: "0.5.23" },
-            Self::TensorRtLlm => &ProgramRow { name: "TensorRT-LLM", version: "main" },
-            Self::Transformers => &ProgramRow { name: "transformers", version: "5.23.0" },
-            Self::LlamaCpp => &ProgramRow { name: "llama.cpp", version: "xllamacpp 2026.10.11549" },
-            Self::Mlx => &ProgramRow { name: "MLX", version: "mlx-lm 0.32.2" },
+            Self::Vllm => &ProgramRow { name: "vLLM", version: "0.33.0", fuses: true },
+            Self::SgLang => &ProgramRow { name: "SGLang", version: "0.5.23", fuses: true },
+            Self::TensorRtLlm => &ProgramRow { name: "TensorRT-LLM", version: "main", fuses: true },
+            Self::Transformers => {
+                &ProgramRow { name: "transformers", version: "5.23.0", fuses: false }
+            }
+            Self::LlamaCpp => {
+                &ProgramRow { name: "llama.cpp", version: "xllamacpp 2026.10.11549", fuses: false }
+            }
+            Self::Mlx => &ProgramRow { name: "MLX", version: "mlx-lm 0.32.2", fuses: false },
         }
     }
 }

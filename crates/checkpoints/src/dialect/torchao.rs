@@ -33,10 +33,9 @@ impl Dialect for TorchAo {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        if quant_method(container, self.name()) {
-            return Some("quant_method of config.json");
-        }
-        container.metadata_text("tensor_names").map(|_| "tensor_names of the metadata")
+        let named = || container.metadata_text("tensor_names");
+        quant_method(container, self.name())
+            .or_else(|| named().map(|_| "tensor_names of the metadata"))
     }
 
     fn names_itself(&self) -> bool {

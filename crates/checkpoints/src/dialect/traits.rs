@@ -149,7 +149,8 @@ pub(super) fn weight_map(shards: Vec<(String, String)>) -> serde_json::Value {
     shards.into_iter().collect()
 }
 
-/// Returns true if `quantization_config.quant_method` is this one.
-pub(super) fn quant_method(container: &Container, method: &str) -> bool {
-    container.quantization().is_some_and(|config| config["quant_method"] == method)
+/// Returns the evidence that `quantization_config.quant_method` is this one.
+pub(super) fn quant_method(container: &Container, method: &str) -> Option<&'static str> {
+    let same = container.quantization().is_some_and(|config| config["quant_method"] == method);
+    same.then_some("quant_method of config.json")
 }

@@ -99,7 +99,8 @@ impl fmt::Debug for Output<'_> {
 impl Planned<'_> {
     /// Begins to write, next to `path`, as in the example of [`Output`]. `task` says in a line what
     /// makes the bytes, in parts with `; ` between them: only a write of the same task, by the same
-    /// version of this library, is gone on with. An error names the first part that differs.
+    /// version of this library, is gone on with. An error names the first part that differs, behind
+    /// the word "with".
     ///
     /// # Errors
     /// Something is at `path`; another process writes there, or what is there was left by none;
@@ -131,8 +132,8 @@ impl Planned<'_> {
         let files = partial.join(FILES);
         let (earlier, stays) = match old.filter(|_| start == Start::Resume) {
             Some((found, _)) if found != task => {
-                let differs = difference(&found, &task);
-                return Err(CheckpointError::OtherTask { path: partial, differs });
+                let [before, now] = difference(&found, &task);
+                return Err(CheckpointError::OtherTask { path: partial, before, now });
             }
             Some((_, done)) => {
                 self.check(&files)?;
@@ -217,8 +218,7 @@ impl Planned<'_> {
                 && file.read_exact(&mut header).is_ok()
                 && header == planned.header;
             if !same {
-                let differs = "its length or header is another".to_owned();
-                return Err(CheckpointError::OtherTask { path, differs });
+                return Err(CheckpointError::Damaged { path });
             }
         }
         Ok(())
@@ -246,15 +246,18 @@ fn one_line(text: &str) -> String {
     text.replace('\n', " ")
 }
 
-/// The first part that differs between two tasks. What the library says of them comes last: options
-/// change it too.
-fn difference(old: &str, new: &str) -> String {
+/// Returns the first part that differs between two tasks, of the old one and of the new one. The
+/// version comes first, as another one may have other parts; the number of weights and bytes comes
+/// last, as options change it.
+fn difference(old: &str, new: &str) -> [String; 2] {
     let [old, new] = [old, new].map(|task| {
         let (own, parts) = task.split_once(": ").unwrap_or((task, ""));
-        parts.split("; ").chain([own]).collect::<Vec<_>>()
+        let (version, counts) = own.split_once(", ").unwrap_or((own, ""));
+        [version].into_iter().chain(parts.split("; ")).chain([counts]).collect::<Vec<_>>()
     });
     let pair = old.iter().zip(&new).find(|(old, new)| old != new);
-    pair.map_or("other parts".to_owned(), |(old, new)| format!("`{old}` there, `{new}` here"))
+    let (before, now) = pair.unwrap_or((&"other parts", &"fewer or more"));
+    [(*before).to_owned(), (*now).to_owned()]
 }
 
 fn refuse_existing(path: &Path) -> Result<(), CheckpointError> {

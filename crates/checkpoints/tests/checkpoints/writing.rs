@@ -147,8 +147,8 @@ fn what_was_gone_on_with_stays_without_being_asked_to() {
     drop(output);
     assert!(partial.exists());
     let other = planned.create(&out, "other", Start::Resume).err();
-    let Some(CheckpointError::OtherTask { differs, .. }) = other else { panic!("it goes on") };
-    assert_eq!(differs, "`task` there, `other` here");
+    let Some(CheckpointError::OtherTask { before, now, .. }) = other else { panic!("it goes on") };
+    assert_eq!([before, now], ["task", "other"]);
     assert!(partial.exists());
     drop(planned.create(&out, "other", Start::Over).expect("it begins"));
     assert!(!partial.exists());
@@ -175,7 +175,8 @@ fn weights_of_another_task_are_not_removed() {
     }
     let error = planned.create(&out, "format a; size 2", Start::Resume).err();
     let error = error.expect("another task").to_string();
-    assert!(error.contains(", `size 1` there, `size 2` here; give the same"), "{error}");
+    let says = ": left by a run with size 1, but this run has size 2; repeat the command of that";
+    assert!(error.contains(says), "{error}");
     drop(planned.create(&out, "format a; size 1", Start::Over).expect("its own is removed"));
     assert!(!folder.join(".out.partial").exists());
 }

@@ -41,17 +41,17 @@ svg rect { fill: var(--bar); } svg line { stroke: var(--line); }
 pub(super) fn page(report: &Report) -> String {
     let rows = report.worst();
     let mut body = String::new();
-    let [left, right] = [&report.left, &report.right].map(|path| escaped(path));
+    let [a, b] = [&report.a, &report.b].map(|path| escaped(path));
     let title = escaped(&title(report));
     let _ = write!(
         body,
-        "<h1>{title}</h1>\n<p>A: {left}<br>B: {right}</p>\n<p>{}</p>\n",
+        "<h1>{title}</h1>\n<p>A: {a}<br>B: {b}</p>\n<p>{}</p>\n",
         escaped(&report.counts())
     );
     for line in report.errors().iter().chain([&report.verdict]) {
         let _ = writeln!(body, "<p>{}</p>", escaped(line));
     }
-    for (side, names) in [("A", &report.only_left), ("B", &report.only_right)] {
+    for (side, names) in [("A", &report.only_in_a), ("B", &report.only_in_b)] {
         if !names.is_empty() {
             let names: Vec<String> = names.iter().map(|name| escaped(name)).collect();
             let _ = writeln!(body, "<p class=\"name\">Only in {side}: {}</p>", names.join(", "));
@@ -80,7 +80,7 @@ fn title(report: &Report) -> String {
         Some(name) => name.to_string_lossy().into_owned(),
         None => path.to_owned(),
     };
-    let [a, b] = [&report.left, &report.right].map(|path| name(path));
+    let [a, b] = [&report.a, &report.b].map(|path| name(path));
     let same = |row: &Row| row.relation == Relation::Same;
     match report.quantized_error_percent.map(Percent) {
         Some(mean) if mean.0 > 0.0 => {
@@ -181,10 +181,10 @@ fn table(rows: &[&Row]) -> String {
                 row.largest_difference
             ),
         };
-        let [name, left, right] = [&row.name, &row.left, &row.right].map(|text| escaped(text));
+        let [name, a, b] = [&row.name, &row.a, &row.b].map(|text| escaped(text));
         let _ = writeln!(
             html,
-            "<tr><td class=\"name\">{name}</td><td>{left}</td><td>{right}</td>{numbers}</tr>"
+            "<tr><td class=\"name\">{name}</td><td>{a}</td><td>{b}</td>{numbers}</tr>"
         );
     }
     html + "</table></div>\n"

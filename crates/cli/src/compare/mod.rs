@@ -17,7 +17,7 @@ use crate::listed::file_ending;
 use crate::percent::Percent;
 use crate::print::{print, print_json};
 use crate::progress;
-use crate::table::{Column, table, width, wrapped};
+use crate::table::{Column, Order, table, width, wrapped};
 use report::{Relation, Report, Row};
 
 /// Compare the values of two checkpoints, whatever their formats and dialects; either may be dense.
@@ -32,10 +32,10 @@ use report::{Relation, Report, Row};
 pub(crate) struct Arguments {
     /// The original.
     #[arg(value_name = "A")]
-    left: PathBuf,
+    a: PathBuf,
     /// The checkpoint to compare with it.
     #[arg(value_name = "B")]
-    right: PathBuf,
+    b: PathBuf,
     /// The dialect to read A in, if nothing in it says which.
     #[arg(long, value_name = "DIALECT", value_parser = readable())]
     from_a: Option<String>,
@@ -90,16 +90,20 @@ struct Sums {
 /// The options that name the dialects of A and of B.
 const FROM: [&str; 2] = ["--from-a", "--from-b"];
 
+/// The errors and the format of B go last.
+const ORDER: Order<'_> =
+    Order { first: &["largest\ndifference", "shape", "A"], then: &[], last: &["mean\nerror", "B"] };
+
 /// Rows of a table, and names, that are printed without --all.
 const SHOWN: usize = 20;
 
 /// Runs the command. Returns true if a difference was found.
 pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
-    let left = open(&arguments.left, arguments.from_a.as_deref());
-    let left = left.map_err(|error| error.with_option(FROM[0]))?;
-    let right = open(&arguments.right, arguments.from_b.as_deref());
-    let right = right.map_err(|error| error.with_option(FROM[1]))?;
-    let report = compare(arguments, &left, &right).map_err(CliError::meanwhile)?;
+    let a = open(&arguments.a, arguments.from_a.as_deref());
+    let a = a.map_err(|error| error.with_option(FROM[0]))?;
+    let b = open(&arguments.b, arguments.from_b.as_deref());
+    let b = b.map_err(|error| error.with_option(FROM[1]))?;
+    let report = compare(arguments, [&a, &b]).map_err(CliError::meanwhile)?;
     if let Some(path) = &arguments.html {
         let write = std::fs::write(path, html::page(&report));
         write.map_err(|source| CliError::File { path: path.clone(), source })?;
@@ -112,38 +116,34 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
     Ok(report.finds_difference())
 }
 
-fn compare(
-    arguments: &Arguments,
-    left: &Checkpoint,
-    right: &Checkpoint,
-) -> Result<Report, CliError> {
-    let a = model(left).map_err(|error| error.with_option(FROM[0]))?;
-    let b = model(right).map_err(|error| error.with_option(FROM[1]))?;
+fn compare(arguments: &Arguments, checkpoints: [&Checkpoint; 2]) -> Result<Report, CliError> {
+    let a = model(checkpoints[0]).map_err(|error| error.with_option(FROM[0]))?;
+    let b = model(checkpoints[1]).map_err(|error| error.with_option(FROM[1]))?;
     let by_name: HashMap<&str, &Weight<'_>> =
         b.weights.iter().map(|weight| (weight.name.as_str(), weight)).collect();
     let mut report = Report {
-        left: arguments.left.display().to_string(),
-        right: arguments.right.display().to_string(),
+        a: arguments.a.display().to_string(),
+        b: arguments.b.display().to_string(),
         tolerance_percent: arguments.tolerance,
         quantized_error_percent: None,
         kept_error_percent: None,
         different: 0,
         not_comparable: 0,
         weights: Vec::new(),
-        only_left: Vec::new(),
-        only_right: Vec::new(),
+        only_in_a: Vec::new(),
+        only_in_b: Vec::new(),
         codes: [0; 16],
         verdict: String::new(),
     };
-    let readers = (Reader::new(left.container()), Reader::new(right.container()));
+    let readers = checkpoints.map(|checkpoint| Reader::new(checkpoint.container()));
     let bar = progress::bytes(a.weights.iter().map(|weight| weight.bytes() as u64).sum(), 0);
     let mut codes = [[0; 16]; 2];
     for weight in &a.weights {
         bar.set_message(weight.name.clone());
         match by_name.get(weight.name.as_str()) {
-            None => report.only_left.push(weight.name.clone()),
+            None => report.only_in_a.push(weight.name.clone()),
             Some(other) => {
-                let pair = [readers.0.weight(weight)?, readers.1.weight(other)?];
+                let pair = [readers[0].weight(weight)?, readers[1].weight(other)?];
                 let row = row_of(&pair, arguments.tolerance, &mut codes);
                 report.different += usize::from(row.relation == Relation::Different);
                 report.not_comparable += usize::from(row.relation == Relation::NotComparable);
@@ -155,9 +155,9 @@ fn compare(
     bar.finish_and_clear();
     let known: HashSet<&str> = a.weights.iter().map(|weight| weight.name.as_str()).collect();
     let extra = b.weights.iter().filter(|weight| !known.contains(weight.name.as_str()));
-    report.only_right = extra.map(|weight| weight.name.clone()).collect();
+    report.only_in_b = extra.map(|weight| weight.name.clone()).collect();
     report.weights.sort_by(|a, b| natural(&a.name).cmp(&natural(&b.name)));
-    for names in [&mut report.only_left, &mut report.only_right] {
+    for names in [&mut report.only_in_a, &mut report.only_in_b] {
         names.sort_by(|a, b| natural(a).cmp(&natural(b)));
     }
     report.codes = if codes[1] == [0; 16] { codes[0] } else { codes[1] };
@@ -174,8 +174,8 @@ fn row_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) ->
     }
     let mut row = Row {
         name: pair[0].name.clone(),
-        left: pair[0].kind(),
-        right: pair[1].kind(),
+        a: pair[0].kind(),
+        b: pair[1].kind(),
         shape: pair[0].shape().to_vec(),
         quantized: is_changed(pair),
         relation: Relation::NotComparable,
@@ -263,7 +263,7 @@ fn sums_of(
 fn folded(report: &Report, all: bool) -> Vec<(Folded, Vec<&Row>)> {
     let rows: Vec<&Row> =
         report.weights.iter().filter(|row| row.relation != Relation::Same).collect();
-    let key = |row: &Row| (row.left.clone(), row.right.clone(), row.problem.clone());
+    let key = |row: &Row| (row.a.clone(), row.b.clone(), row.problem.clone());
     let folded: Vec<Folded> = match all {
         true => rows.iter().enumerate().map(|(at, row)| Folded::alone(row.module(), at)).collect(),
         false => {
@@ -291,12 +291,8 @@ fn line((folded, members): &(Folded, Vec<&Row>), tolerance: f64) -> Vec<String> 
     let differs = |row: &&&Row| row.relation == Relation::Different && tolerance > 0.0;
     let beyond = members.iter().filter(differs).count();
     let first = members[0];
-    let mut line = vec![
-        folded.name.clone(),
-        folded.shape(&first.shape),
-        first.left.clone(),
-        first.right.clone(),
-    ];
+    let mut line =
+        vec![folded.name.clone(), folded.shape(&first.shape), first.a.clone(), first.b.clone()];
     match &first.problem {
         Some(problem) => {
             line.extend([const { String::new() }; 4]);
@@ -336,18 +332,17 @@ fn summary(report: &Report, all: bool, width: Option<u16>) -> String {
     if rows.iter().any(|(_, members)| members[0].problem.is_some()) {
         columns.push(("problem", Column::Text));
     }
-    let optional = ["largest\ndifference", "shape", "A"];
     let mut text = String::new();
     if !rows.is_empty() {
         let lines = rows[..shown].iter().map(|row| line(row, tolerance)).collect();
-        text.push_str(&format!("{}\n\n", table(&columns, &optional, lines, width)));
+        text.push_str(&format!("{}\n\n", table(&columns, &ORDER, lines, width)));
     }
     if rows.len() > shown {
         let rest = rows[shown..].iter().map(|(_, members)| members.len()).sum();
         let rest = counted(rest, "more weight");
         text.push_str(&format!("and {rest} with smaller errors; --all lists all\n"));
     }
-    for (side, names) in [("A", &report.only_left), ("B", &report.only_right)] {
+    for (side, names) in [("A", &report.only_in_a), ("B", &report.only_in_b)] {
         text.push_str(&only_in(side, names, all));
     }
     let (counts, errors) = (report.counts(), report.errors());

@@ -9,8 +9,10 @@ use crate::percent::Percent;
 /// The findings of a comparison.
 #[derive(Serialize)]
 pub(super) struct Report {
-    pub(super) left: String,
-    pub(super) right: String,
+    /// The path of A.
+    pub(super) a: String,
+    /// The path of B.
+    pub(super) b: String,
     /// The largest relative error that is no difference, in percent.
     pub(super) tolerance_percent: f64,
     /// The mean error of quantized weights that can be compared, in percent. None: there are none.
@@ -23,8 +25,8 @@ pub(super) struct Report {
     pub(super) not_comparable: usize,
     /// In the natural order of their names.
     pub(super) weights: Vec<Row>,
-    pub(super) only_left: Vec<String>,
-    pub(super) only_right: Vec<String>,
+    pub(super) only_in_a: Vec<String>,
+    pub(super) only_in_b: Vec<String>,
     /// Counts of each code in the FP4 weights of B, or of A if B has none.
     pub(super) codes: [u64; 16],
     /// The last line that is printed.
@@ -49,8 +51,10 @@ pub(super) enum Relation {
 #[derive(Serialize, Clone)]
 pub(super) struct Row {
     pub(super) name: String,
-    pub(super) left: String,
-    pub(super) right: String,
+    /// Its format in A.
+    pub(super) a: String,
+    /// Its format in B.
+    pub(super) b: String,
     /// The shape in A.
     pub(super) shape: Vec<usize>,
     /// True if it is FP4 in A or B, or has another quantized format in one of them.
@@ -84,7 +88,7 @@ impl Report {
 
     /// Returns true if anything differs, is missing or cannot be compared.
     pub(super) fn finds_difference(&self) -> bool {
-        let missing = self.only_left.len() + self.only_right.len();
+        let missing = self.only_in_a.len() + self.only_in_b.len();
         self.different + self.not_comparable + missing > 0
     }
 
@@ -131,7 +135,7 @@ impl Report {
                 }
             }
         }
-        for (names, side) in [(&self.only_left, "A"), (&self.only_right, "B")] {
+        for (names, side) in [(&self.only_in_a, "A"), (&self.only_in_b, "B")] {
             if !names.is_empty() {
                 text.push(format!("{} only in {side}", counted(names.len(), "weight")));
             }
@@ -171,7 +175,7 @@ impl Report {
             let count = counted(self.not_comparable, "weight");
             text.push_str(&format!("; {count} could not be compared"));
         }
-        let alone = self.only_left.len() + self.only_right.len();
+        let alone = self.only_in_a.len() + self.only_in_b.len();
         if alone > 0 {
             text.push_str(&format!("; {} only in A or B", counted(alone, "weight")));
         }

@@ -5,7 +5,7 @@ use burn_fp4_search::formats::Fp4Format;
 use serde::Serialize;
 
 use crate::fold::{Folded, fold};
-use crate::table::{self, Column};
+use crate::table::{self, Column, Order};
 
 /// A method on a weight.
 #[derive(Debug, Clone, Serialize)]
@@ -114,6 +114,13 @@ impl Figures {
     }
 }
 
+/// The method and its error on other activations go last.
+const ORDER: Order<'_> = Order {
+    first: &["SQNR\ndB", "seconds", "calibration\nerror, %", "weight\nerror, %"],
+    then: &[],
+    last: &["format"],
+};
+
 /// Lays out a row for each evaluation.
 pub(crate) fn table(evaluations: &[Evaluation], width: Option<u16>) -> String {
     let columns = [
@@ -141,6 +148,5 @@ pub(crate) fn table(evaluations: &[Evaluation], width: Option<u16>) -> String {
         }
         row
     };
-    let optional = ["SQNR\ndB", "seconds", "calibration\nerror, %", "weight\nerror, %"];
-    table::table(&columns, &optional, evaluations.iter().map(row).collect(), width)
+    table::table(&columns, &ORDER, evaluations.iter().map(row).collect(), width)
 }

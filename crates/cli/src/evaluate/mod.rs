@@ -283,6 +283,13 @@ fn measure(
         }
         _ => None,
     };
+    if gram.is_some() && layer.calibration.values.iter().all(|&value| value == 0.0) {
+        let name = &layer.name;
+        return Err(CliError::Choice(format!(
+            "tensor `{name}.calibration`: every value is 0, so a method cannot choose by it; \
+             record activations of `{name}.weight` again"
+        )));
+    }
     let start = Instant::now();
     let Matrix { values, rows, cols, .. } = weight;
     let tuned = match (damping, method.gptq()) {

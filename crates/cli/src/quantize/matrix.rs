@@ -9,7 +9,9 @@ use std::sync::{Mutex, PoisonError};
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
 use burn_fp4_search::host::{HostElement, PackedView, View, squared_error, tensor_amax};
-use burn_fp4_search::{Fp4Scheme, SearchError, Statistics, TensorScaling, squared_output_error};
+use burn_fp4_search::{
+    Fp4Scheme, Method, SearchError, Statistics, TensorScaling, squared_output_error,
+};
 
 use super::engine::Engine;
 use super::group::{Group, native};
@@ -17,7 +19,7 @@ use super::jobs::Job;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use super::kernels::{Failure, KernelElement, Kernels};
 use super::statistics::{Known, StatisticsFile};
-use crate::accuracy::Squares;
+use crate::accuracy::Tally;
 use crate::error::CliError;
 use crate::print::warn;
 
@@ -84,7 +86,7 @@ pub(super) struct Quantized {
     pub(super) at: usize,
     pub(super) weight: Weight<'static>,
     /// How far it is from what was read.
-    pub(super) squares: Squares,
+    pub(super) tally: Tally,
 }
 
 /// The engine and the statistics that weights are quantized with.
@@ -134,7 +136,7 @@ impl<'q> Quantizer<'q> {
         floats: Floats,
     ) -> Result<Vec<Quantized>, CliError> {
         let whole = Group::of(model, group);
-        let (packed, squares) = match self.engine {
+        let (packed, tallies) = match self.engine {
             Engine::Host => match floats {
                 Floats::F32(values) => self.on_host(&whole, how, &values),
                 Floats::F16(values) => self.on_host(&whole, how, &values),
@@ -147,10 +149,10 @@ impl<'q> Quantizer<'q> {
                 Floats::BF16(values) => self.on_device(kernels, &whole, how, values),
             },
         }?;
-        let parts = group.iter().zip(&whole.rows).zip(squares);
-        let quantized = |((&at, rows), squares): ((&usize, &Range<usize>), Squares)| {
+        let parts = group.iter().zip(&whole.rows).zip(tallies);
+        let quantized = |((&at, rows), tally): ((&usize, &Range<usize>), Tally)| {
             let weight = part(&outline.weights[at], &packed, rows.clone());
-            Quantized { at, weight, squares }
+            Quantized { at, weight, tally }
         };
         Ok(parts.map(quantized).collect())
     }
@@ -204,7 +206,7 @@ impl<'q> Quantizer<'q> {
             false => iter::once(0..group.members.len()).collect(),
         };
         let len = group.view.len();
-        let mut sums = vec![Squares::default(); group.members.len()];
+        let mut sums = vec![Tally::default(); group.members.len()];
         let mut matrices = Vec::with_capacity(group.first.stacked);
         for at in 0..group.first.stacked {
             let how = match (&parts[..], how.tensor_scale) {
@@ -218,17 +220,19 @@ impl<'q> Quantizer<'q> {
             for members in &parts {
                 let part = Part::of(group, at, members.clone());
                 let mut known = self.known(group, members.start, at, how)?;
-                let packed = quantize(part, how, known.given(how))?;
+                let unseen = matches!(known, Known::Unseen);
+                let fallback = how.with_method(Method::default());
+                let used = if unseen { &fallback } else { how };
+                let packed = quantize(part, used, known.given(used))?;
                 for member in members.clone() {
                     if member > members.start && runs.iter().any(|run| run.start == member) {
                         // Memory is planned for those of one member.
                         drop(known);
                         known = self.known(group, member, at, how)?;
                     }
-                    let squares = measured(group, member, values, &part, &packed, &known);
-                    let squares =
-                        squares.map_err(|source| self.blame(source, group, &part, values));
-                    sums[member].add(squares?);
+                    let tally = measured(group, member, values, &part, &packed, &known);
+                    let tally = tally.map_err(|source| self.blame(source, group, &part, values));
+                    sums[member].add(Tally { unseen: [u64::from(unseen), 1], ..tally? });
                 }
                 match &mut whole {
                     None => whole = Some(packed),
@@ -271,6 +275,7 @@ impl<'q> Quantizer<'q> {
     }
 
     /// The statistics of a member that a method needs, or that errors of outputs are measured by.
+    /// Only a method that needs them is told that they are all zero.
     fn known(
         &self,
         group: &Group<'_>,
@@ -288,6 +293,7 @@ impl<'q> Quantizer<'q> {
                 unusable.entry(name.clone()).or_insert_with(|| error.to_string());
                 Ok(Known::Nothing)
             }
+            Ok(Known::Unseen) if !calibrated => Ok(Known::Nothing),
             known => known,
         }
     }
@@ -340,8 +346,8 @@ impl<'q> Quantizer<'q> {
     }
 }
 
-/// The stacked matrices of a group, and the errors of its members.
-type Measured = (Vec<Packed>, Vec<Squares>);
+/// The stacked matrices of a group, and the sums over its members.
+type Measured = (Vec<Packed>, Vec<Tally>);
 
 /// Members of a group, in one of the stacked matrices.
 #[derive(Clone, Copy)]
@@ -373,7 +379,7 @@ impl Part {
     }
 }
 
-/// The errors of a member, of a part that was quantized.
+/// The sums over a member, of a part that was quantized.
 fn measured<T: HostElement>(
     group: &Group<'_>,
     member: usize,
@@ -381,7 +387,7 @@ fn measured<T: HostElement>(
     part: &Part,
     packed: &Packed,
     known: &Known,
-) -> Result<Squares, SearchError> {
+) -> Result<Tally, SearchError> {
     let rows = &group.rows[member];
     let first = rows.start - group.rows[part.first].start;
     let within = |per_row: usize| first * per_row..(first + rows.len()) * per_row;
@@ -393,9 +399,35 @@ fn measured<T: HostElement>(
     };
     let outputs = match known {
         Known::Gram(gram) => Some(squared_output_error(values, quantized, view, gram)?),
-        Known::Nothing | Known::SecondMoments(_) => None,
+        Known::Nothing | Known::Unseen | Known::SecondMoments(_) => None,
     };
-    Ok(Squares { values: squared_error(values, quantized, view)?, outputs })
+    let zeroed = match packed.format.row().tensor_scale {
+        true => zeroed_blocks(values, quantized, view),
+        false => [0; 2],
+    };
+    let values = squared_error(values, quantized, view)?;
+    Ok(Tally { values, outputs, zeroed, ..Tally::default() })
+}
+
+/// Counts the blocks that became zero though their values were not, and all blocks. One large value
+/// raises the tensor scale until the scales of other blocks round to zero, which an error of the
+/// whole weight does not show.
+fn zeroed_blocks<T: HostElement>(values: &[T], packed: PackedView<'_>, view: View) -> [u64; 2] {
+    let PackedView { block_size, codes, scales, .. } = packed;
+    let grid = packed.format.row().block_scale;
+    let per_row = view.axis / block_size;
+    let was_zero = |block: usize| {
+        let (row, first) = (block / per_row, block % per_row * block_size);
+        let (outer, inner) = (row / view.inner, row % view.inner);
+        (first..first + block_size)
+            .all(|col| values[(outer * view.axis + col) * view.inner + inner].to_f32() == 0.0)
+    };
+    let blocks = codes.chunks_exact(block_size / 2).zip(scales).enumerate();
+    let is_zero = |codes: &[u8], scale: u8| {
+        codes.iter().all(|&byte| byte & 0x77 == 0) || grid.decode(scale) == 0.0
+    };
+    let zeroed = blocks.filter(|(at, (codes, scale))| is_zero(codes, **scale) && !was_zero(*at));
+    [zeroed.count() as u64, scales.len() as u64]
 }
 
 /// Rows of all matrices, as the weight of an outline.

@@ -41,7 +41,7 @@ use burn_fp4_checkpoints::{
 };
 use burn_fp4_search::{Fp4Scheme, Method};
 
-use crate::accuracy::{Errors, SquaresAt};
+use crate::accuracy::{Errors, TallyAt};
 use crate::checkpoint::{Input, model, not_copied, target};
 use crate::convert::unconfirmed;
 use crate::error::CliError;
@@ -95,8 +95,8 @@ pub(crate) struct Arguments {
     /// --only override both. Only a file can choose another format, block size, method or rule for
     /// some of the weights, or keep them dense, in tables `[[weights]]` with their `names`. If
     /// several tables name a weight, the last one wins. Only a file can say with `together` whether
-    /// layers that run as one stay together, whatever the dialect is. `save_recipe` of burn-fp4
-    /// writes such a file.
+    /// layers that run as one stay together, whatever the dialect is. A path of `calibration` in it
+    /// is relative to its own folder. `save_recipe` of burn-fp4 writes such a file.
     #[arg(long, value_name = "FILE.toml")]
     recipe: Option<PathBuf>,
     /// Where weights are quantized. The result has the same bytes everywhere.
@@ -181,9 +181,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let (outline, reader) = (selection.outline(&model), Reader::new(checkpoint.container()));
     let options = WriteOptions { cast_floats: arguments.cast_kept, ..WriteOptions::default() };
     let planned = outline.plan_reading(dialect, &options, &reader)?;
-    let (settings, device) = (resolved.settings(), arguments.device);
-    let base = resolved.policy.base();
-    let report = Report::new(settings, base, device, &model, &outline, &selection, &planned);
+    let device = arguments.device;
+    let before = checkpoint.container().files().map(|(_, bytes)| bytes).sum();
+    let mut report = Report::new(&resolved, device, &model, &outline, &selection, &planned, before);
     let statistics = statistics.as_ref();
     let jobs = jobs(&model, &selection, &planned, statistics);
     let memory = memory(arguments.memory, &model, &jobs)?;
@@ -244,11 +244,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         error.into_iter().for_each(unconfirmed);
         copied.warn(&model);
         quantizer.warn();
-        let is_cast = |(at, _): &SquaresAt| planned.decoded_to(*at).is_some();
+        let is_cast = |(at, _): &TallyAt| planned.decoded_to(*at).is_some();
         let (cast, measured): (Vec<_>, Vec<_>) = measured.into_iter().partition(is_cast);
         let quantized: usize = selection.groups.iter().map(Vec::len).sum();
-        let errors = Errors::new(&model, quantized - measured.len(), measured);
-        finish(arguments.json, out, &report, errors, Errors::new(&model, 0, cast))
+        let fell_back = report.fell_back(&model, &measured);
+        let mut errors = Errors::of_quantized(&model, quantized - measured.len(), measured);
+        fell_back.into_iter().for_each(|warning| errors.warn(warning));
+        finish(arguments.json, out, &report, errors, Errors::of_casts(&model, cast))
     })
 }
 
@@ -264,6 +266,7 @@ fn print_plan(report: &Report, arguments: &Arguments) -> Result<(), CliError> {
 /// Prints the warnings, and the plan that they ask to check if nothing else does.
 fn print_warnings(report: &Report, dry_run: bool) {
     report.warnings().iter().for_each(warn);
+    report.traps().iter().for_each(warn);
     if dry_run {
         return;
     }
@@ -337,7 +340,7 @@ fn finish(
     errors: Errors,
     cast: Errors,
 ) -> Result<(), CliError> {
-    errors.warnings().iter().chain(&cast.cast_warnings()).for_each(warn);
+    errors.warnings().iter().chain(cast.warnings()).for_each(warn);
     if json {
         let cast = Some(cast).filter(|cast| cast.count() > 0);
         return print_json(&Done { plan: report, errors, cast });
@@ -368,7 +371,7 @@ fn bytes<'j>(jobs: impl Iterator<Item = &'j Job>) -> u64 {
 fn write(
     work: &Work<'_, '_>,
     mut output: Output<'_>,
-) -> Result<(Option<CheckpointError>, Vec<SquaresAt>), CliError> {
+) -> Result<(Option<CheckpointError>, Vec<TallyAt>), CliError> {
     let mut measured = noted(&output);
     let done = pipeline::run(work, &mut output);
     work.bar.finish_and_clear();
@@ -441,18 +444,16 @@ fn memory(asked: Option<Size>, model: &Model<'_>, jobs: &[Job]) -> Result<u64, C
     }
 }
 
-/// Describes all choices that decide about the bytes written, one in each part. A resumed run
-/// compares the parts and names the first that differs.
+/// Describes all choices that decide about the bytes written, one in each part, in the words of the
+/// command line. A resumed run compares the parts and names the first that differs.
 fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, CliError> {
     // Statistics that no method needs only measure.
     let calibrated = |file: PathBuf| resolved.is_calibrated().then_some(file);
     let mut settings = resolved.settings();
     settings.calibration = settings.calibration.and_then(calibrated);
     let calibration = settings.calibration.clone();
-    let settings = serde_json::to_value(settings).expect("texts and numbers");
-    let option = |(name, value): (&String, &serde_json::Value)| format!("{name} {value}");
-    let options: Vec<_> = settings.as_object().expect("fields").iter().map(option).collect();
-    let mut task = format!("{}; from {}", options.join("; "), checkpoint.dialect());
+    let options = settings.as_options().join("; ");
+    let mut task = format!("{options}; an input in the dialect {}", checkpoint.dialect());
     let container = checkpoint.container();
     let files = container.files().map(|(path, _)| path.to_owned());
     let configs: Vec<_> = container.configs().collect();
@@ -464,7 +465,7 @@ fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, C
             true => {
                 let mut hasher = DefaultHasher::new();
                 std::fs::read(&path).map_err(file)?.hash(&mut hasher);
-                format!("with hash {:016x}", hasher.finish())
+                format!("whose text has the hash {:016x}", hasher.finish())
             }
             false => {
                 let modified = metadata.modified().map_err(file)?;

@@ -10,6 +10,7 @@ use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::checkpoint::{GGUF, is_gguf, packable};
 use crate::counted::counted;
@@ -127,7 +128,10 @@ impl Options {
 
     /// These choices, and a recipe's where they are open.
     pub(super) fn with_recipe(&self, path: Option<&Path>) -> Result<Recipe, CliError> {
-        let recipe = path.map(Recipe::read).transpose()?.unwrap_or_default();
+        let mut recipe = path.map(Recipe::read).transpose()?.unwrap_or_default();
+        // As other paths in files, it starts at the folder of the file.
+        let folder = path.and_then(Path::parent).unwrap_or(Path::new(""));
+        recipe.calibration = recipe.calibration.map(|file| folder.join(file));
         let keep = if self.keep.is_empty() { recipe.keep } else { self.keep.clone() };
         // A preset and a list are two ways to say which weights.
         let (preset, only) = match (self.preset, &self.only[..]) {
@@ -245,7 +249,7 @@ impl ResolvedOptions {
             together: recipe.together,
             calibration: recipe.calibration,
             weights: recipe.weights,
-            cast_kept: self.cast_kept.map(|dtype| dtype.to_string()),
+            cast_kept: self.cast_kept.map(|dtype| dtype.to_string().to_lowercase()),
         }
     }
 
@@ -321,8 +325,38 @@ pub(super) struct Settings {
     /// Other choices for some weights, as the recipe has them.
     weights: Vec<RecipeWeights>,
     /// None: matrices that stay keep their dtype.
-    #[serde(skip_serializing_if = "Option::is_none")]
     cast_kept: Option<String>,
+}
+
+impl Settings {
+    /// The dialect to write.
+    pub(super) fn dialect(&self) -> &str {
+        &self.dialect
+    }
+
+    /// Writes each of them as an option of the command line, or as it stands in a recipe, if there
+    /// is no option for it.
+    pub(super) fn as_options(&self) -> Vec<String> {
+        let fields = serde_json::to_value(self).expect("texts and numbers");
+        let option = |(name, value): (&String, &Value)| {
+            let name = match name.as_str() {
+                "together" | "weights" => format!("`{name}` in the recipe"),
+                name => format!("--{}", name.replace('_', "-")),
+            };
+            match value {
+                Value::Bool(value) => format!("{name}, which is {value}"),
+                Value::Null => format!("no {name}"),
+                Value::Array(all) if all.is_empty() => format!("no {name}"),
+                Value::Array(all) if all.iter().all(Value::is_string) => {
+                    let texts = all.iter().filter_map(Value::as_str);
+                    texts.map(|text| format!("{name} '{text}'")).collect::<Vec<_>>().join(" ")
+                }
+                Value::String(text) => format!("{name} {text}"),
+                value => format!("{name} {value}"),
+            }
+        };
+        fields.as_object().expect("fields").iter().map(option).collect()
+    }
 }
 
 impl fmt::Display for Settings {

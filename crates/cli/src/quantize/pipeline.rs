@@ -18,7 +18,7 @@ use super::ahead::Ahead;
 use super::budget::{Budget, Taken};
 use super::jobs::Job;
 use super::matrix::{Floats, Quantized, Quantizer, read};
-use crate::accuracy::{Squares, SquaresAt};
+use crate::accuracy::{Tally, TallyAt};
 use crate::error::CliError;
 use crate::finite::Copied;
 
@@ -50,17 +50,14 @@ enum Made<'w, 'c> {
     /// A job that is quantized.
     Quantized { job: &'w Job, weights: Vec<Quantized>, taken: Taken<'w> },
     /// A weight that stays quantized as it was, or is cast.
-    Kept { job: &'w Job, weight: Box<Weight<'c>>, cast: Option<Squares>, taken: Taken<'w> },
+    Kept { job: &'w Job, weight: Box<Weight<'c>>, cast: Option<Tally>, taken: Taken<'w> },
     /// A part of one that is copied.
     Piece { piece: Piece<'w>, bytes: Vec<u8>, taken: Taken<'w> },
 }
 
 /// Does all of the work. Returns the errors of what it has quantized or cast, by places in the
 /// model.
-pub(super) fn run(
-    work: &Work<'_, '_>,
-    output: &mut Output<'_>,
-) -> Result<Vec<SquaresAt>, CliError> {
+pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<Vec<TallyAt>, CliError> {
     let mut errors = Vec::new();
     // The budget bounds what is quantized; small tensors that are copied are bounded by number.
     let (to_quantize, loaded) = sync_channel(64);
@@ -181,46 +178,52 @@ fn quantize<'w>(
 const PIECE: usize = 1 << 20;
 
 /// The error of casting a tensor of floats. None: it cannot be cast, which writing it tells.
-fn error_of_cast(tensor: &Tensor<'_>, dtype: Dtype) -> Option<Squares> {
+fn error_of_cast(tensor: &Tensor<'_>, dtype: Dtype) -> Option<Tally> {
     let from = tensor.plain()?;
-    let mut squares = Squares::default();
+    let mut squares = [0.0; 2];
     for bytes in tensor.bytes.chunks(PIECE) {
         let shape = vec![8 * bytes.len() / from.bitsize()];
         let piece = Tensor::new(tensor.name.clone(), from, shape, bytes).ok()?;
         let (before, after) = (piece.to_f32().ok()?, piece.decode(dtype).ok()?.to_f32().ok()?);
         for (before, after) in before.into_iter().zip(after) {
             let (before, after) = (f64::from(before), f64::from(after));
-            squares.values[0] += (after - before).powi(2);
-            squares.values[1] += before * before;
+            squares[0] += (after - before).powi(2);
+            squares[1] += before * before;
         }
     }
-    Some(squares)
+    Some(Tally::of_values(squares))
 }
 
-/// The errors of a weight as the note on it, exactly.
-fn note(Squares { values, outputs }: Squares) -> String {
+/// The sums of a weight as the note on it, exactly.
+fn note(Tally { values, outputs, zeroed, unseen }: Tally) -> String {
+    let counts = zeroed.into_iter().chain(unseen).map(|count| count.to_string());
     let sums = values.into_iter().chain(outputs.into_iter().flatten());
-    sums.map(|sum| sum.to_string()).collect::<Vec<_>>().join(" ")
+    counts.chain(sums.map(|sum| sum.to_string())).collect::<Vec<_>>().join(" ")
 }
 
-/// The errors of weights that an earlier run has quantized or cast, by their places in the model.
-pub(super) fn noted(output: &Output<'_>) -> BTreeMap<usize, Squares> {
-    let squares = |(at, note): (usize, &str)| {
-        let sums: Vec<f64> = note.split(' ').filter_map(|sum| sum.parse().ok()).collect();
-        match sums[..] {
-            [a, b] => Some((at, Squares { values: [a, b], outputs: None })),
-            [a, b, c, d] => Some((at, Squares { values: [a, b], outputs: Some([c, d]) })),
-            _ => None,
-        }
+/// The sums of a weight that a note has.
+fn of_note(note: &str) -> Option<Tally> {
+    let words: Vec<&str> = note.split(' ').collect();
+    let (counts, sums) = words.split_at_checked(4)?;
+    let counts: Vec<u64> = counts.iter().filter_map(|count| count.parse().ok()).collect();
+    let sums: Vec<f64> = sums.iter().filter_map(|sum| sum.parse().ok()).collect();
+    let (&[a, b, c, d], [first, second, outputs @ ..]) = (&counts[..], &sums[..]) else {
+        return None;
     };
-    output.earlier().filter_map(squares).collect()
+    let outputs = <[f64; 2]>::try_from(outputs).ok();
+    Some(Tally { values: [*first, *second], outputs, zeroed: [a, b], unseen: [c, d] })
+}
+
+/// The sums of weights that an earlier run has quantized or cast, by their places in the model.
+pub(super) fn noted(output: &Output<'_>) -> BTreeMap<usize, Tally> {
+    output.earlier().filter_map(|(at, note)| Some((at, of_note(note)?))).collect()
 }
 
 fn write(
     work: &Work<'_, '_>,
     made: &Receiver<Made<'_, '_>>,
     output: &mut Output<'_>,
-    errors: &mut Vec<SquaresAt>,
+    errors: &mut Vec<TallyAt>,
 ) -> Result<(), CliError> {
     let begin = |at: usize| work.bar.set_message(work.model.weights[at].name.clone());
     for made in made {
@@ -229,9 +232,9 @@ fn write(
             Made::Quantized { job, weights, taken } => {
                 begin(job.weights[0]);
                 for made in &weights {
-                    output.write_noting(made.at, &made.weight, &note(made.squares))?;
+                    output.write_noting(made.at, &made.weight, &note(made.tally))?;
                 }
-                errors.extend(weights.iter().map(|made| (made.at, made.squares)));
+                errors.extend(weights.iter().map(|made| (made.at, made.tally)));
                 drop((weights, taken));
                 work.bar.inc(job.bytes);
             }
@@ -257,4 +260,24 @@ fn write(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_note_has_all_sums_and_no_other_note_is_taken_for_one() {
+        let tally = Tally {
+            values: [0.1, 1e-300],
+            outputs: Some([2.5, 1.0 / 3.0]),
+            zeroed: [3, 4],
+            unseen: [0, 1],
+        };
+        for tally in [tally, Tally { outputs: None, ..tally }] {
+            assert_eq!(of_note(&note(tally)), Some(tally));
+        }
+        // A count of values that are not finite, and nothing.
+        assert_eq!((of_note("17"), of_note("")), (None, None));
+    }
 }

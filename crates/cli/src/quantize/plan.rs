@@ -1,19 +1,21 @@
 //! The plan for every tensor and the size of the result, known from headers alone.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
 use burn_fp4_checkpoints::selection::{Matrices, Selection, Warning};
-use burn_fp4_checkpoints::{Model, Planned};
+use burn_fp4_checkpoints::{Model, Planned, Trap, planned_traps};
 use burn_fp4_policy::Decision;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use serde::Serialize;
 
 use super::device::Device;
-use super::options::Settings;
+use super::options::{ResolvedOptions, Settings};
+use crate::accuracy::TallyAt;
 use crate::counted::counted;
 use crate::fold::{Folded, fold_weights, natural, short, short_reason};
 use crate::size::Size;
-use crate::table::{Column, table};
+use crate::table::{Column, Order, table};
 
 /// The plan of a tensor.
 #[derive(Serialize)]
@@ -22,15 +24,18 @@ pub(super) struct Row {
     shape: Vec<usize>,
     from: String,
     to: String,
-    /// How its scales and codes are chosen. None: it stays.
+    /// How its scales and codes are chosen; after a run, how they were. None: it stays.
     method: Option<Method>,
     /// The arithmetic of its scales.
     rule: Option<ScaleRule>,
-    /// Why it stays, or which it shares its tensor scale with.
+    /// Why it stays, which it shares its tensor scale with, or why another method was used.
     note: String,
     /// The note for a table, where the names of neighbours are short.
     #[serde(skip)]
     short: String,
+    /// How it is quantized.
+    #[serde(skip)]
+    scheme: Option<Fp4Scheme>,
     /// The method and the rule for a table, where they are not those of most weights.
     #[serde(skip)]
     by: String,
@@ -47,15 +52,21 @@ pub(super) struct Report {
     settings: Settings,
     device: Device,
     warnings: Vec<Warning>,
+    /// Layers that readers of the dialect cannot load, or not with the same values.
+    traps: Vec<Trap>,
     /// In the natural order of their names.
     weights: Vec<Row>,
     quantized: usize,
-    /// The schemes of what is quantized, with the number of weights of each.
+    /// The scheme of weights for which nothing else is chosen.
     #[serde(skip)]
-    schemes: Vec<(Fp4Scheme, usize)>,
+    base: Fp4Scheme,
+    /// Bytes of the files with tensors, headers included.
     bytes_before: u64,
     bytes_after: u64,
 }
+
+/// What becomes of a weight goes last.
+const ORDER: Order<'_> = Order { first: &["shape", "size"], then: &["method", "note"], last: &[] };
 
 /// Schemes that a summary tells.
 const SHOWN: usize = 4;
@@ -68,15 +79,17 @@ impl Row {
 }
 
 impl Report {
+    /// Plans the write of a model whose files with tensors have `bytes_before`.
     pub(super) fn new(
-        settings: Settings,
-        base: Fp4Scheme,
+        resolved: &ResolvedOptions,
         device: Device,
         model: &Model<'_>,
         outline: &Model<'_>,
         selection: &Selection,
         planned: &Planned<'_>,
+        bytes_before: u64,
     ) -> Self {
+        let (settings, base) = (resolved.settings(), resolved.policy.base());
         let after = planned.bytes();
         let row = |at: usize| {
             let (weight, target) = (&model.weights[at], &outline.weights[at]);
@@ -107,6 +120,7 @@ impl Report {
                 rule: scheme.map(|scheme| scheme.rule),
                 note,
                 short,
+                scheme: scheme.copied(),
                 by: scheme.map_or_else(String::new, |scheme| difference(scheme, &base)),
                 unmet: match &selection.decisions[at] {
                     Decision::Keep(reason) => reason.is_unmet(),
@@ -119,15 +133,52 @@ impl Report {
         let mut weights: Vec<Row> = (0..model.weights.len()).map(row).collect();
         weights.sort_by(|a, b| natural(&a.name).cmp(&natural(&b.name)));
         Self {
+            traps: planned_traps(outline, &selection.groups, settings.dialect()),
             settings,
             device,
             warnings: selection.warnings.clone(),
             quantized: selection.groups.iter().map(Vec::len).sum(),
-            schemes: counts(selection, base),
-            bytes_before: weights.iter().map(|row| row.bytes_before).sum(),
+            base,
+            bytes_before,
             bytes_after: planned.length(),
             weights,
         }
+    }
+
+    /// Notes the weights that were quantized by another method, as their statistics are all zero.
+    /// Returns a warning about them.
+    pub(super) fn fell_back(&mut self, model: &Model<'_>, tallies: &[TallyAt]) -> Option<String> {
+        let note = |(at, tally): &TallyAt| {
+            let whole = tally.unseen[0] == tally.unseen[1];
+            Some((model.weights[*at].name.as_str(), (tally.fallback()?, whole)))
+        };
+        let notes: BTreeMap<&str, (String, bool)> = tallies.iter().filter_map(note).collect();
+        let method = Method::default();
+        let mut first = None;
+        for row in &mut self.weights {
+            let Some((note, whole)) = notes.get(row.name.as_str()) else { continue };
+            if *whole {
+                row.method = Some(method);
+                row.scheme = row.scheme.map(|scheme| scheme.with_method(method));
+            }
+            row.note = match row.note.is_empty() {
+                true => note.clone(),
+                false => format!("{}; {note}", row.note),
+            };
+            first.get_or_insert_with(|| format!("`{}`: {note}", row.name));
+        }
+        let others = match notes.len() {
+            0 | 1 => String::new(),
+            count => format!(" (and {})", counted(count - 1, "more weight")),
+        };
+        first.map(|first| {
+            format!("{first}{others}; calibrate with more text, or pass --keep for these weights")
+        })
+    }
+
+    /// The traps of the plan.
+    pub(super) fn traps(&self) -> &[Trap] {
+        &self.traps
     }
 
     /// The warnings, as lines.
@@ -161,7 +212,7 @@ impl Report {
             ("note", Column::Text),
         ];
         let rows = self.folded(all).iter().map(|one| self.line(one)).collect();
-        table(&columns, &["size"], rows, width)
+        table(&columns, &ORDER, rows, width)
     }
 
     fn folded(&self, all: bool) -> Vec<Folded> {
@@ -182,6 +233,23 @@ impl Report {
         vec![name, shape, first.to.clone(), size, first.by.clone(), first.short.clone()]
     }
 
+    /// The schemes of what is quantized, with the number of weights of each; the base if nothing
+    /// is.
+    fn schemes(&self) -> Vec<(Fp4Scheme, usize)> {
+        let mut counts: Vec<(Fp4Scheme, usize)> = Vec::new();
+        for scheme in self.weights.iter().filter_map(|row| row.scheme) {
+            match counts.iter_mut().find(|(known, _)| *known == scheme) {
+                Some((_, count)) => *count += 1,
+                None => counts.push((scheme, 1)),
+            }
+        }
+        if counts.is_empty() {
+            counts.push((self.base, 0));
+        }
+        counts.sort_by_key(|(_, count)| Reverse(*count));
+        counts
+    }
+
     /// The counts, the settings and the sizes, in a sentence.
     pub(super) fn summary(&self) -> String {
         let [before, after] = [self.bytes_before, self.bytes_after].map(Size);
@@ -191,9 +259,10 @@ impl Report {
             device => format!(", on {}", device.name()),
         };
         let settings = &self.settings;
-        let schemes = self.schemes.iter().take(SHOWN).map(|(scheme, count)| {
+        let all = self.schemes();
+        let schemes = all.iter().take(SHOWN).map(|(scheme, count)| {
             let Fp4Scheme { block_size, method, rule, .. } = scheme;
-            let count = if self.schemes.len() > 1 { format!("{count} ") } else { String::new() };
+            let count = if all.len() > 1 { format!("{count} ") } else { String::new() };
             let rule = match *rule == ScaleRule::of_format(scheme.format()) {
                 true => String::new(),
                 false => format!(" by rule {rule}"),
@@ -201,14 +270,16 @@ impl Report {
             format!("{count}{} in blocks of {block_size}, {method}{rule}", scheme.format())
         });
         let mut schemes: Vec<String> = schemes.collect();
-        if self.schemes.len() > SHOWN {
-            let others = self.schemes[SHOWN..].iter().map(|(_, count)| count).sum();
+        if all.len() > SHOWN {
+            let others = all[SHOWN..].iter().map(|(_, count)| count).sum();
             schemes.push(counted(others, "weight") + " by other schemes");
         }
         let schemes = schemes.join("; ");
         let share = match self.bytes_before {
-            0 => String::new(),
-            all => format!(" ({:.0} %)", 100.0 * self.bytes_after as f64 / all as f64),
+            all if all > 0 && !self.weights.is_empty() => {
+                format!(" ({:.0} %)", 100.0 * self.bytes_after as f64 / all as f64)
+            }
+            _ => String::new(),
         };
         format!(
             "{quantized} of {of} quantized ({schemes}; {settings}{on}): {before} -> {after}{share}"
@@ -245,29 +316,11 @@ fn difference(scheme: &Fp4Scheme, base: &Fp4Scheme) -> String {
     method.into_iter().chain(rule).collect::<Vec<_>>().join(", ")
 }
 
-/// The schemes of what is quantized, with the number of weights of each; the base if nothing is.
-fn counts(selection: &Selection, base: Fp4Scheme) -> Vec<(Fp4Scheme, usize)> {
-    let mut counts: Vec<(Fp4Scheme, usize)> = Vec::new();
-    for decision in &selection.decisions {
-        let Decision::Quantize { scheme, .. } = decision else { continue };
-        match counts.iter_mut().find(|(known, _)| known == scheme) {
-            Some((_, count)) => *count += 1,
-            None => counts.push((*scheme, 1)),
-        }
-    }
-    if counts.is_empty() {
-        counts.push((base, 0));
-    }
-    counts.sort_by_key(|(_, count)| Reverse(*count));
-    counts
-}
-
 #[cfg(test)]
 mod tests {
     use burn_fp4_checkpoints::{Dtype, Tensor, Value, Weight, WriteOptions};
     use burn_fp4_policy::Recipe;
 
-    use super::super::options::ResolvedOptions;
     use super::*;
 
     fn report(names: &[(String, Vec<usize>)]) -> Report {
@@ -283,8 +336,7 @@ mod tests {
         let outline = selection.outline(&model);
         let planned = outline.plan(resolved.dialect(), &WriteOptions::default());
         let planned = planned.expect("a plan");
-        let (settings, base) = (resolved.settings(), resolved.policy.base());
-        Report::new(settings, base, Device::Flex, &model, &outline, &selection, &planned)
+        Report::new(&resolved, Device::Flex, &model, &outline, &selection, &planned, 0)
     }
 
     fn layers(count: usize) -> Report {

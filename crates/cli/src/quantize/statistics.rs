@@ -19,6 +19,8 @@ pub(super) struct StatisticsFile {
 /// Statistics of the inputs of a matrix.
 pub(super) enum Known {
     Nothing,
+    /// All of them are zero, as for an expert that saw no token: no method can choose by them.
+    Unseen,
     SecondMoments(Vec<f32>),
     Gram(Gram),
 }
@@ -29,7 +31,7 @@ impl Known {
         match self {
             Self::SecondMoments(moments) => Statistics::SecondMoments(moments),
             Self::Gram(gram) if how.method.row().calibrated => Statistics::Gram(gram),
-            Self::Nothing | Self::Gram(_) => Statistics::None,
+            Self::Nothing | Self::Unseen | Self::Gram(_) => Statistics::None,
         }
     }
 }
@@ -182,14 +184,15 @@ impl StatisticsFile {
         let Some(found) = self.find(weight) else { return Ok(Known::Nothing) };
         if self.moments(&found, stacked, cols) {
             let moments: Vec<f32> = self.slice(&found, at * cols, cols, |value| value)?;
-            // An expert that saw no token: every channel counts the same.
-            let unseen = moments.iter().all(|&moment| moment == 0.0);
-            return Ok(Known::SecondMoments(if unseen { vec![1.0; cols] } else { moments }));
+            return Ok(match moments.iter().all(|&moment| moment == 0.0) {
+                true => Known::Unseen,
+                false => Known::SecondMoments(moments),
+            });
         }
         let square = cols * cols;
-        let mut values: Vec<f64> = self.slice(&found, at * square, square, f64::from)?;
+        let values: Vec<f64> = self.slice(&found, at * square, square, f64::from)?;
         if values.iter().all(|&value| value == 0.0) {
-            values.iter_mut().step_by(cols + 1).for_each(|value| *value = 1.0);
+            return Ok(Known::Unseen);
         }
         let gram = Gram::from_values(&values, cols, cols, cols, 1.0);
         Ok(Known::Gram(gram.map_err(|source| self.blame(weight, source))?))

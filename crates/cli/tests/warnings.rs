@@ -1,0 +1,277 @@
+//! Warnings about results that are written without an error and are not what a user expects.
+
+mod model;
+
+use std::fs;
+use std::path::Path;
+
+use model::{SMALL, fails, run, succeeds};
+use safetensors::Dtype;
+use tempfile::tempdir;
+
+/// A tensor of f32.
+fn floats(name: &str, shape: &[usize], values: &[f32]) -> model::Tensor {
+    let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    model::Tensor { name: name.to_owned(), dtype: Dtype::F32, shape: shape.to_vec(), bytes }
+}
+
+/// Runs a command that prints JSON; the object, and what it says on stderr.
+fn json(folder: &Path, command: &str) -> (serde_json::Value, String) {
+    let (code, text, said) = run(folder, &format!("{command} --json"));
+    assert_eq!(code, 0, "fp4 {command}: {said}");
+    (serde_json::from_str(&text).expect("an object"), said)
+}
+
+#[test]
+fn blocks_that_one_large_value_makes_zero_are_warned_of_and_no_reciprocal_is_blamed() {
+    const NAME: &str = "layers.0.o_proj.weight";
+    let folder = tempdir().expect("a folder");
+    let mut values = model::values(32 * 64, 5);
+    // Zeros of the source are no loss.
+    values[64..128].fill(0.0);
+    values[0] = 1e6;
+    model::write(&folder.path().join("m.safetensors"), &[floats(NAME, &[32, 64], &values)]);
+    let (report, said) = json(folder.path(), "quantize m.safetensors --out out");
+    let says = format!(
+        "`{NAME}`: 96.09 % of its blocks became zero: next to its largest value they are below \
+         the range of NVFP4; pass --keep '{NAME}' to keep it, or --format mxfp4, whose scales \
+         reach further"
+    );
+    assert!(said.contains(&format!("warning: {says}")), "{said}");
+    assert_eq!(report["errors"]["warnings"], serde_json::json!([says]));
+    // 123 of 128: all but the first and four of zeros.
+    assert_eq!(report["errors"]["weights"][0]["zeroed_blocks_percent"], 96.09375);
+    assert!(report["errors"]["mean_percent"].as_f64().expect("a number") < 1.0, "{report}");
+    let found = succeeds(folder.path(), "inspect out");
+    let says = "127 of 128 blocks are zero and 0 have one of the smallest scales, next to a \
+                largest value of 1.000e6: unless the source has them, one value is too large";
+    assert!(found.contains(says) && !found.contains("reciprocal"), "{found}");
+    // Blocks of MXFP4 have no tensor scale.
+    let mxfp4 = "quantize m.safetensors --out mxfp4 --format mxfp4";
+    let (report, said) = json(folder.path(), mxfp4);
+    assert!(!said.contains("became zero"), "{said}");
+    assert_eq!(report["errors"]["warnings"], serde_json::json!([]));
+    assert!(report["errors"]["weights"][0].get("zeroed_blocks_percent").is_none(), "{report}");
+    let found = succeeds(folder.path(), "inspect mxfp4");
+    assert!(!found.contains("blocks are zero"), "{found}");
+    // A usual weight loses none.
+    values[0] = 0.1;
+    model::write(&folder.path().join("m.safetensors"), &[floats(NAME, &[32, 64], &values)]);
+    let (report, said) = json(folder.path(), "quantize m.safetensors --out usual");
+    assert_eq!(report["errors"]["weights"][0]["zeroed_blocks_percent"], 0.0);
+    assert!(!said.contains("became zero"), "{said}");
+}
+
+/// Blocks along columns lie apart in memory.
+#[test]
+fn blocks_that_became_zero_are_counted_along_the_inputs_of_a_layer() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path().join("gpt2");
+    fs::create_dir(&path).expect("a folder");
+    fs::write(path.join("config.json"), r#"{"model_type": "gpt2"}"#).expect("a config");
+    // [inputs, outputs]: the first output has a large value and a block of zeros.
+    let mut values = model::values(64 * 32, 5);
+    values[0] = 1e6;
+    (48..64).for_each(|input| values[32 * input] = 0.0);
+    let name = "h.0.mlp.c_fc.weight";
+    model::write(&path.join("model.safetensors"), &[floats(name, &[64, 32], &values)]);
+    let (report, _) = json(folder.path(), "quantize gpt2 --out out");
+    // 126 of 128.
+    assert_eq!(report["errors"]["weights"][0]["zeroed_blocks_percent"], 98.4375);
+}
+
+#[test]
+fn an_embedding_in_fp4_is_warned_of_where_readers_do_not_load_it() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let only = "quantize model --only *.embed_tokens --only *.o_proj --out";
+    let says = "`model.embed_tokens.weight`: an embedding by its name, and readers of \
+                `compressed-tensors` (vLLM, SGLang, transformers) have FP4 for linear layers alone";
+    let (report, said) = json(folder.path(), &format!("{only} out"));
+    assert!(said.contains(&format!("warning: {says}")), "{said}");
+    assert_eq!(report["traps"][0]["weight"], "model.embed_tokens.weight");
+    let found = succeeds(folder.path(), "inspect out");
+    assert!(found.contains(&format!("warning: {says}")), "{found}");
+    // llama.cpp has embeddings in FP4.
+    let (_, _, said) = run(folder.path(), &format!("{only} out.gguf"));
+    assert!(!said.contains("embedding"), "{said}");
+    let said = succeeds(folder.path(), "convert out.gguf --out modelopt --dialect modelopt");
+    assert!(said.replace("\n  ", " ").contains("readers of `modelopt` (vLLM, SGLang, "), "{said}");
+    let options = "--dialect compressed-tensors --keep *.embed_tokens --decode-fp4 bf16";
+    let said = succeeds(folder.path(), &format!("convert out.gguf --out kept {options}"));
+    assert!(said.contains("an embedding"), "{said}");
+    let options = "--dialect compressed-tensors --decode-fp4 bf16";
+    let said = succeeds(folder.path(), &format!("convert out --out plain {options}"));
+    assert!(!said.contains("an embedding"), "{said}");
+}
+
+#[test]
+fn layers_that_a_recipe_takes_apart_are_warned_of_once_with_the_engines() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    fs::write(folder.path().join("apart.toml"), "together = false\n").expect("a recipe");
+    let plan = "quantize model --dry-run --recipe apart.toml";
+    let said = run(folder.path(), plan).2;
+    let says = "warning: `model.layers.0.self_attn.k_proj.weight` and 1 other: `q_proj` has \
+                another tensor scale: engines that run both as one (vLLM, SGLang) scale one of \
+                them again, which changes its values\n";
+    assert!(said.contains(says), "{said}");
+    assert_eq!(said.matches("another tensor scale").count(), 2, "{said}");
+    let (report, _) = json(folder.path(), plan);
+    assert_eq!(report["traps"].as_array().expect("a list").len(), 2);
+    // What one of them is kept for, others are refused for.
+    let said = run(folder.path(), &format!("{plan} --dialect modelopt --keep *.up_proj")).2;
+    let says = "mlp.gate_proj.weight` and 1 other: `up_proj` is quantized otherwise: engines that \
+                run both as one (vLLM, SGLang, TensorRT-LLM) need one format";
+    assert!(said.contains(says), "{said}");
+    for options in ["--dialect gguf", "--format mxfp4"] {
+        let said = run(folder.path(), &format!("{plan} {options}")).2;
+        assert!(!said.contains("warning"), "{options}: {said}");
+    }
+    let said = run(folder.path(), "quantize model --dry-run").2;
+    assert!(!said.contains("warning"), "{said}");
+}
+
+/// Statistics of a layer that no token reached.
+#[test]
+fn statistics_that_are_all_zero_are_said_with_the_method_that_was_used() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let tensors = model::tensors(SMALL);
+    let identity = |name: &str, cols: usize, seen: bool| {
+        let at = |i: usize| if seen && i.is_multiple_of(cols + 1) { 1.0 } else { 0.0 };
+        floats(name, &[cols, cols], &(0..cols * cols).map(at).collect::<Vec<_>>())
+    };
+    let layers = || tensors.iter().filter(|tensor| tensor.name.contains("_proj"));
+    let write = |path: &str, seen: &dyn Fn(&str) -> bool| {
+        let all = layers().map(|one| identity(&one.name, one.shape[1], seen(&one.name)));
+        model::write(&folder.path().join(path), &all.collect::<Vec<_>>());
+    };
+    write("zeros.safetensors", &|_| false);
+    succeeds(folder.path(), "quantize model --out sse --method sse");
+    for method in ["gptq", "hessian", "sse-weighted"] {
+        let options = format!("--method {method} --calibration zeros.safetensors");
+        let (report, said) =
+            json(folder.path(), &format!("quantize model --out {method} {options}"));
+        let says = "warning: `model.layers.0.mlp.down_proj.weight`: quantized by `sse`: its \
+                    statistics are all zero (and 13 more weights); calibrate with more text, or ";
+        assert!(said.contains(says), "{said}");
+        let rows = report["weights"].as_array().expect("rows");
+        let row = rows.iter().find(|row| row["name"] == "model.layers.1.mlp.up_proj.weight");
+        let row = row.expect("a row");
+        assert_eq!(row["method"], "sse");
+        let note = row["note"].as_str().expect("a note");
+        assert!(note.ends_with("; quantized by `sse`: its statistics are all zero"), "{note}");
+        assert!(report["errors"]["warnings"][0].as_str().is_some_and(|w| said.contains(w)));
+        assert_eq!(model::packed_in(&folder.path().join(method)).len(), 14);
+        let [found, expected] =
+            [method, "sse"].map(|out| model::packed_in(&folder.path().join(out)));
+        assert!(found == expected, "{method}");
+    }
+    let (_, said, _) = run(
+        folder.path(),
+        "quantize model --out text --method gptq --calibration zeros.safetensors",
+    );
+    assert!(said.contains("14 of 19 weights quantized (nvfp4 in blocks of 16, sse"), "{said}");
+    // Only one of them.
+    write("one.safetensors", &|name| !name.contains("0.self_attn.o_proj"));
+    let options = "--method gptq --calibration one.safetensors";
+    let (code, text, said) = run(folder.path(), &format!("quantize model --out one {options}"));
+    assert!(code == 0 && said.contains("0.self_attn.o_proj.weight`: quantized by `sse`"), "{said}");
+    assert!(!said.contains("more weight"), "{said}");
+    assert!(
+        text.contains("(13 nvfp4 in blocks of 16, gptq; 1 nvfp4 in blocks of 16, sse"),
+        "{text}"
+    );
+    // Nothing is measured by them.
+    let (report, said) =
+        json(folder.path(), "quantize model --out measured --calibration zeros.safetensors");
+    assert!(!said.contains("warning"), "{said}");
+    assert!(report["errors"].get("mean_output_percent").is_none(), "{report}");
+}
+
+#[test]
+fn experts_that_saw_no_token_are_counted() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path().join("model");
+    fs::create_dir(&path).expect("a folder");
+    let config = r#"{"model_type": "mixtral", "num_hidden_layers": 1}"#;
+    fs::write(path.join("config.json"), config).expect("a config");
+    let name = "model.layers.0.mlp.experts.down_proj";
+    model::write(&path.join("model.safetensors"), &[model::tensor(name, &[3, 32, 64], 2)]);
+    let gram = |i: usize| if i < 4096 && i.is_multiple_of(65) { 1.0 } else { 0.0 };
+    let grams: Vec<f32> = (0..3 * 4096).map(gram).collect();
+    model::write(&folder.path().join("g.safetensors"), &[floats(name, &[3, 64, 64], &grams)]);
+    let options = "--only *experts* --dialect modelopt --method gptq --calibration g.safetensors";
+    let (report, said) = json(folder.path(), &format!("quantize model --out out {options}"));
+    let note = "2 of its 3 matrices quantized by `sse`: their statistics are all zero";
+    assert!(said.contains(&format!("warning: `{name}`: {note}; calibrate")), "{said}");
+    let row = &report["weights"][0];
+    assert!(row["method"].as_str().is_none_or(|method| method.starts_with("gptq")), "{row}");
+    assert!(row["note"].as_str().expect("a note").ends_with(note), "{row}");
+}
+
+#[test]
+fn an_empty_pattern_is_refused_as_such() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    for option in ["--keep", "--only"] {
+        let output = model::fp4()
+            .current_dir(folder.path())
+            .args(["quantize", "model", "--dry-run", option, ""])
+            .output()
+            .expect("it runs");
+        let error = String::from_utf8_lossy(&output.stderr);
+        let says = "error: pattern ``: it is empty and matches nothing; write a name, or remove it";
+        assert!(output.status.code() == Some(2) && error.contains(says), "{error}");
+    }
+    fs::write(folder.path().join("r.toml"), "keep = [\"\"]\n").expect("a recipe");
+    fails(folder.path(), "quantize model --dry-run --recipe r.toml", 2, &["pattern ``: it is em"]);
+}
+
+#[test]
+fn the_path_of_statistics_in_a_recipe_starts_at_the_recipe() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let path = folder.path().join("recipes");
+    fs::create_dir(&path).expect("a folder");
+    let moments = |tensor: &model::Tensor| {
+        floats(&tensor.name, &[tensor.shape[1]], &vec![1.0; tensor.shape[1]])
+    };
+    let tensors = model::tensors(SMALL);
+    let layers = tensors.iter().filter(|tensor| tensor.name.contains("_proj"));
+    model::write(&path.join("m.safetensors"), &layers.map(moments).collect::<Vec<_>>());
+    let recipe = "method = \"sse-weighted\"\ncalibration = \"m.safetensors\"\n";
+    fs::write(path.join("r.toml"), recipe).expect("a recipe");
+    succeeds(folder.path(), "quantize model --out out --recipe recipes/r.toml");
+    succeeds(&path, "quantize ../model --out out --recipe r.toml");
+    let absolute = path.join("m.safetensors").display().to_string();
+    let recipe = format!("method = \"sse-weighted\"\ncalibration = '{absolute}'\n");
+    fs::write(folder.path().join("r.toml"), recipe).expect("a recipe");
+    succeeds(folder.path(), "quantize model --out absolute --recipe r.toml");
+    // The command line is relative to where it runs.
+    let options = "--recipe recipes/r.toml --calibration m.safetensors";
+    let command = format!("quantize model --out none {options}");
+    fails(folder.path(), &command, 2, &["m.safetensors: No such file"]);
+}
+
+#[test]
+fn bytes_in_json_are_those_of_the_files() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let of = |path: &str| -> u64 {
+        let files = model::bytes(&folder.path().join(path));
+        let weights =
+            files.iter().filter(|(name, _)| name.is_empty() || name.ends_with(".safetensors"));
+        weights.map(|(_, bytes)| bytes.len() as u64).sum()
+    };
+    let (report, _) = json(folder.path(), "quantize model --out out");
+    assert_eq!(report["bytes_before"], of("model"));
+    assert_eq!(report["bytes_after"], of("out"));
+    for (out, options) in [("mx", "--dialect modelopt --format mxfp4"), ("out.gguf", "")] {
+        let (report, _) = json(folder.path(), &format!("convert out --out {out} {options}"));
+        assert_eq!(report["bytes"], of(out), "{out}");
+        let tensors = report["tensor_bytes"].as_u64().expect("a number");
+        assert!(tensors > 0 && tensors < of(out), "{out}: {tensors}");
+    }
+}

@@ -15,6 +15,9 @@ static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 const WIDTH: usize = 1024;
 
+/// Packed weights share pages of this length, the last of which are not full.
+const HUGE_PAGE: usize = 2 << 20;
+
 fn model(layers: usize) -> Vec<Linear> {
     let config = LinearConfig::new(WIDTH, WIDTH).with_bias(false);
     (0..layers).map(|_| config.init(&Device::flex())).collect()
@@ -52,7 +55,8 @@ fn loading_peaks_at_the_packed_model_and_one_tensor() {
         let packed = LAYERS * WIDTH * WIDTH * 9 / 16;
         println!("{dialect}: packed {packed} bytes, peak {peak}, after {after}");
         assert!(after >= packed, "the premise");
-        assert!(peak <= packed + packed / LAYERS + (1 << 18), "peak {peak} of {packed}");
+        let most = packed + HUGE_PAGE + packed / LAYERS + (1 << 18);
+        assert!(peak <= most, "peak {peak} of {packed}");
         drop(model);
     }
     tied_codes_are_in_memory_once();
@@ -82,8 +86,9 @@ fn tied_codes_are_in_memory_once() {
     let packed = ROWS * WIDTH * 9 / 16;
     println!("tied: packed {packed} bytes, peak {peak}, after {after}");
     assert!(after >= packed, "the premise");
-    // The quarter is for scales: checking them reads them back.
-    assert!(peak <= packed + packed / 4, "peak {peak} of {packed}");
+    assert!(after <= packed + HUGE_PAGE + (1 << 18), "after {after} of {packed}");
+    // One tensor more: its bytes before they are moved to such pages.
+    assert!(peak <= after + packed, "peak {peak} of {packed}");
     assert!(tied.1.weight.reparameterization::<PackedWeight>().is_some());
 }
 

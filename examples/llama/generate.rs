@@ -5,6 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::Replay;
+use burn_fp4::ops::{is_host, on_awake_threads};
 use serde::Serialize;
 
 use super::config::LlamaConfig;
@@ -73,6 +74,20 @@ pub fn generate<L: Projection>(
         "prompt and --tokens: {length} tokens, but the model has {positions} positions; \
          lower --tokens"
     );
+    let run = || generate_tokens(model, config, prompt, max_new_tokens, sampling, device);
+    // One pass, between whose steps no thread falls asleep.
+    if is_host(device) { on_awake_threads(run) } else { run() }
+}
+
+fn generate_tokens<L: Projection>(
+    model: &Llama<L>,
+    config: &LlamaConfig,
+    prompt: &[u32],
+    max_new_tokens: usize,
+    sampling: Sampling,
+    device: &Device,
+) -> Result<Generated> {
+    let length = prompt.len() + max_new_tokens;
     let mut sequences = Sequences::new(config, sampling);
     let step = if sampling.temperature > 0.0 { step::<L, true> } else { step::<L, false> };
 

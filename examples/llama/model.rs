@@ -135,12 +135,12 @@ impl<L: Projection> Llama<L> {
         let [_, count] = tokens.dims();
         let positions = Tensor::arange(0..count as i64, &tokens.device());
         let positions = self.rotary_emb.at(positions, count, self.dtype());
-        let mut hidden = self.embed_tokens.forward(tokens);
+        let mut stream = Stream { hidden: self.embed_tokens.forward(tokens), update: None };
         for layer in &self.layers {
             // One after the other: calibration records such passes, in one order.
-            (hidden, _) = layer.forward(hidden, None, &positions, false);
+            (stream, _) = layer.forward(stream, None, &positions, false);
         }
-        self.logits(normalize(&self.norm, hidden))
+        self.logits(stream.normalized(&self.norm).1)
     }
 
     /// Writes tokens `[batch, tokens]` at positions `[tokens]` into the KV cache, and returns the
@@ -156,14 +156,14 @@ impl<L: Projection> Llama<L> {
         let capacity = kv_cache.first().map_or(count, |cache| cache.keys.dims()[2]);
         let on_host = ops::is_host(&tokens.device());
         let positions = self.rotary_emb.at(positions, capacity, self.dtype());
-        let mut hidden = self.embed_tokens.forward(tokens);
+        let mut stream = Stream { hidden: self.embed_tokens.forward(tokens), update: None };
         let mut updated = KvCaches::with_capacity(kv_cache.len());
         for (layer, cache) in self.layers.iter().zip(kv_cache) {
             let cache_after;
-            (hidden, cache_after) = layer.forward(hidden, Some(cache), &positions, on_host);
+            (stream, cache_after) = layer.forward(stream, Some(cache), &positions, on_host);
             updated.push(cache_after);
         }
-        let last = normalize(&self.norm, hidden.narrow(1, count - 1, 1));
+        let (_, last) = stream.narrow(count - 1, 1).normalized(&self.norm);
         (updated, self.logits(last).squeeze_dim(1))
     }
 
@@ -275,19 +275,47 @@ fn normalize<const D: usize>(norm: &RmsNorm, hidden: Tensor<D>) -> Tensor<D> {
     ops::rms_norm(hidden, norm.gamma.val(), norm.epsilon)
 }
 
+/// The residual stream, and an update that the next norm adds to it.
+struct Stream {
+    hidden: Tensor<3>,
+    update: Option<Tensor<3>>,
+}
+
+impl Stream {
+    /// Selects tokens.
+    fn narrow(self, first: usize, count: usize) -> Self {
+        let narrow = |values: Tensor<3>| values.narrow(1, first, count);
+        Self { hidden: narrow(self.hidden), update: self.update.map(narrow) }
+    }
+
+    /// Returns the stream with its update, and normalized.
+    fn normalized(self, norm: &RmsNorm) -> (Tensor<3>, Tensor<3>) {
+        let Self { hidden, update } = self;
+        match update {
+            Some(update) => {
+                let [hidden, normalized] =
+                    ops::add_rms_norm(hidden, update, norm.gamma.val(), norm.epsilon);
+                (hidden, normalized)
+            }
+            None => (hidden.clone(), normalize(norm, hidden)),
+        }
+    }
+}
+
 impl<L: Projection> DecoderLayer<L> {
     fn forward(
         &self,
-        hidden: Tensor<3>,
+        stream: Stream,
         cache: Option<KvCache>,
         positions: &Positions,
         on_host: bool,
-    ) -> (Tensor<3>, KvCache) {
-        let input = normalize(&self.input_layernorm, hidden.clone());
+    ) -> (Stream, KvCache) {
+        let (hidden, input) = stream.normalized(&self.input_layernorm);
         let (attended, cache) = self.self_attn.forward(input, cache, positions, on_host);
-        let norm = &self.post_attention_layernorm;
-        let [hidden, input] = ops::add_rms_norm(hidden, attended, norm.gamma.val(), norm.epsilon);
-        (hidden + self.mlp.forward(input, on_host), cache)
+        let stream = Stream { hidden, update: Some(attended) };
+        let (hidden, input) = stream.normalized(&self.post_attention_layernorm);
+        let update = Some(self.mlp.forward(input, on_host));
+        (Stream { hidden, update }, cache)
     }
 }
 

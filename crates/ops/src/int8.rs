@@ -6,6 +6,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 
 use crate::devices::decoder::{DecoderBackend, has_decoder};
+use crate::devices::weight_data;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
 
@@ -49,8 +50,8 @@ impl Int8Matrix {
         let codes = TensorData::new(codes, [rows, cols]);
         let scales = TensorData::new(scales, [rows, cols / INT8_BLOCK]);
         Ok(Self {
-            codes: Tensor::from_data(codes, (&device, DType::I8)),
-            scales: Tensor::from_data(scales, (&device, DType::F32)),
+            codes: Tensor::from_data(weight_data(codes, &device), (&device, DType::I8)),
+            scales: Tensor::from_data(weight_data(scales, &device), (&device, DType::F32)),
         })
     }
 

@@ -90,7 +90,7 @@ pub use devices::no_graph::{CapturedGraph, GraphState, captures_graphs};
 // Public for the project's tests, which run it on devices with their own code.
 #[doc(hidden)]
 pub use devices::portable;
-pub use devices::{is_host, repeats_values};
+pub use devices::{is_host, repeats_values, weight_data};
 pub use error::OpsError;
 #[doc(hidden)]
 pub use error::panic_message;

@@ -6,6 +6,7 @@ use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData, Transacti
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale, check_scales};
 
 use crate::devices::extension::Fp4Backend;
+use crate::devices::weight_data;
 use crate::error::OpsError;
 use crate::layout::{Fp4Layout, check_dtype};
 use crate::primitive::Fp4Primitive;
@@ -344,7 +345,7 @@ impl<const D: usize> Fp4Tensor<D> {
         check_shape("packed matrix", &[layout.rows(), shape[axis]], &found)?;
         packed.validate()?;
         let packed = Fp4Primitive::<Dispatch>::from_packed(packed, |data, _its_own_dtype| {
-            Dispatch::int_from_data(data, device.as_dispatch())
+            Dispatch::int_from_data(weight_data(data, device), device.as_dispatch())
         });
         Ok(Self::from_primitive(packed, layout))
     }

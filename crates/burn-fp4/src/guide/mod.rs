@@ -6,6 +6,7 @@
 //! | [`serve`]      | quantizing a Hugging Face folder, and serving it            |
 //! | [`accuracy`]   | keeping accuracy                                            |
 //! | [`speed`]      | running fast on a GPU or a CPU                              |
+//! | [`cpu_layers`] | layers that multiply by codes on a CPU                      |
 //! | [`fine_tune`]  | LoRA, quantization-aware training, training in NVFP4        |
 //! | [`faq`]        | GPUs, models, comparisons                                   |
 //! | [`glossary`]   | the words of this project                                   |
@@ -33,6 +34,9 @@ pub mod accuracy {}
 
 #[doc = include_str!("speed.md")]
 pub mod speed {}
+
+#[doc = include_str!("cpu_layers.md")]
+pub mod cpu_layers {}
 
 #[doc = include_str!("fine_tune.md")]
 pub mod fine_tune {}

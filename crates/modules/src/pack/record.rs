@@ -9,7 +9,7 @@ use burn::module::{LoraAdapter, Module, Param, ParamId, Reparameterization, Repa
 use burn::store::{ModuleRecord, RecordError};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
-use burn_fp4_ops::Fp4Tensor;
+use burn_fp4_ops::{Fp4Tensor, weight_data};
 use burn_pack::{HEADER_SIZE, Header, Reader, Writer};
 
 use crate::error::Fp4Error;
@@ -393,5 +393,6 @@ fn tensor<const D: usize, K: Basic>(
     supported(&name, found, device)?;
     // Read now: bytes of a file stay in the file, which may be gone when the weight is first used.
     let bytes = Bytes::from_bytes_vec(bytes.to_vec());
-    Ok(Tensor::from_data(TensorData::from_bytes(bytes, shape, found), (device, found)))
+    let data = weight_data(TensorData::from_bytes(bytes, shape, found), device);
+    Ok(Tensor::from_data(data, (device, found)))
 }

@@ -2,11 +2,12 @@
 
 use burn::backend::Dispatch;
 use burn::tensor::activation::softmax;
-use burn::tensor::{DType, Device, IndexingUpdateOp, Tensor};
+use burn::tensor::{DType, Device, IndexingUpdateOp, Tensor, TensorData};
 use burn_fp4_search::host::MAX_HEAD_DIM;
 
 use super::rope::Positions;
 use crate::devices::decoder::{DecoderBackend, has_decoder};
+use crate::devices::weight_data;
 
 /// Rotated keys, and values, of an attention layer, by position:
 /// `[batch, kv_heads, capacity, head_dim]`.
@@ -22,7 +23,13 @@ impl KvCache {
     /// Allocates a cache of a shape `[batch, kv_heads, capacity, head_dim]`.
     #[must_use]
     pub fn zeros(shape: [usize; 4], dtype: DType, device: &Device) -> Self {
-        let zeros = || Tensor::zeros(shape, (device, dtype));
+        let zeros = || {
+            if !has_decoder(device, [dtype]) {
+                return Tensor::zeros(shape, (device, dtype));
+            }
+            let zeros = weight_data(TensorData::zeros::<f32, _>(shape), device);
+            Tensor::from_data(zeros, (device, dtype))
+        };
         Self { keys: zeros(), values: zeros() }
     }
 }

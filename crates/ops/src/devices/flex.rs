@@ -7,7 +7,7 @@ use burn_fp4_search::host::{HostElement, PackedView, View};
 use bytemuck::Pod;
 
 use super::host::{HostDevice, Values, dequantize};
-use super::scratch;
+use super::{huge_pages, scratch};
 use crate::layout::Fp4Layout;
 
 const CHECKED: &str = "contiguous, with the dtype that callers check";
@@ -47,6 +47,10 @@ impl HostDevice for Flex {
 
     fn bytes(contiguous: &FlexTensor) -> &[u8] {
         contiguous.as_slice().expect(CHECKED)
+    }
+
+    fn weight_data(data: TensorData) -> TensorData {
+        huge_pages::moved(data)
     }
 
     /// Writes to the memory of an earlier dense weight.

@@ -7,6 +7,7 @@
 //! | `flex.rs`, `ndarray.rs`  | these devices                                                     |
 //! | `decoder.rs`             | operations of a decoder, on devices with code of their own        |
 //! | `flex_decoder.rs`        | these on `flex`                                                   |
+//! | `huge_pages.rs`          | memory of weights, which share huge pages                         |
 //! | `scratch.rs`             | memory of a dequantized weight, kept for the next one             |
 //! | `cube/`                  | kernels on CUDA and CubeCL's CPU runtime, graphs on CUDA          |
 //! | `no_graph.rs`            | graphs in a build without Cube devices                            |
@@ -38,6 +39,8 @@ mod flex;
 mod flex_decoder;
 #[cfg(any(feature = "flex", feature = "ndarray"))]
 mod host;
+#[cfg(feature = "flex")]
+mod huge_pages;
 #[cfg(feature = "ndarray")]
 mod ndarray;
 #[cfg(not(feature = "cube"))]
@@ -47,7 +50,7 @@ pub mod portable;
 mod scratch;
 
 use burn::backend::DispatchDevice;
-use burn::tensor::Device;
+use burn::tensor::{Device, TensorData};
 use burn_router::TensorInterpreter;
 
 use self::backend_interpreter::BackendInterpreter;
@@ -102,6 +105,27 @@ fn row(device: &Device) -> Option<DeviceRow> {
 #[must_use]
 pub fn is_host(device: &Device) -> bool {
     row(device).is_some_and(|row| row.is_host)
+}
+
+/// Moves the values of a weight to memory that a device reads fast: on `flex` to huge pages, which
+/// weights share. A tensor made of the data keeps that memory. Other devices copy the data anyway.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::weight_data;
+///
+/// let (device, data) = (Device::flex(), TensorData::from([[0.5f32; 64]; 64]));
+/// let weight = Tensor::<2>::from_data(weight_data(data.clone(), &device), &device);
+/// assert_eq!(weight.into_data(), data);
+/// ```
+#[must_use]
+pub fn weight_data(data: TensorData, device: &Device) -> TensorData {
+    match device.clone().inner().as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => huge_pages::moved(data),
+        #[allow(unreachable_patterns)]
+        _ => data,
+    }
 }
 
 /// Returns true if tensors of a device can repeat one value in any shape without copies.

@@ -13,6 +13,22 @@ pub(super) const TASK: usize = 1 << 16;
 /// Values per parallel task of a search.
 pub(super) const SEARCH_TASK: usize = 1 << 14;
 
+/// Work of a thread in a microsecond, by kind: what [`is_worth_threads`] is asked with.
+pub(super) mod per_microsecond {
+    /// Multiplications by elements of a packed weight, which are decoded to f32.
+    pub(in crate::host) const PACKED: usize = 1 << 14;
+    /// The same with an input of 8-bit integers.
+    pub(in crate::host) const PACKED_INT8: usize = 1 << 15;
+    /// Multiplications by a matrix of signed bytes.
+    pub(in crate::host) const SIGNED_BYTES: usize = 1 << 13;
+    /// Multiplications by a dense weight, whose values come from memory.
+    pub(in crate::host) const DENSE: usize = 1 << 12;
+    /// Multiplications of attention.
+    pub(in crate::host) const ATTENTION: usize = 1 << 13;
+    /// Values that are read, changed and written.
+    pub(in crate::host) const VALUES: usize = 1 << 10;
+}
+
 /// Returns true if work is worth the time to wake other threads, and to wait for them. A thread
 /// does `per_microsecond` of it in a microsecond.
 ///

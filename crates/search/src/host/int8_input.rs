@@ -3,7 +3,7 @@
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::arch::{TASK, arch};
+use super::arch::{arch, is_worth_threads, per_microsecond};
 use super::element::HostElement;
 
 /// Number of channels of a chunk: two codes of each of 64 bytes.
@@ -54,7 +54,7 @@ impl Int8Input {
         let row = |(chunks, input): (&mut [Chunk], &[T])| {
             arch().dispatch(Quantize { input, block_size, chunks });
         };
-        if input.len() <= TASK {
+        if !is_worth_threads(input.len(), per_microsecond::VALUES) {
             chunks.chunks_mut(len).zip(input.chunks(channels)).for_each(row);
         } else {
             chunks.par_chunks_mut(len).zip(input.par_chunks(channels)).for_each(row);

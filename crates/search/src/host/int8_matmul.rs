@@ -6,7 +6,7 @@ use core::ops::Range;
 use burn_fp4_formats::Fp4Format;
 use rayon::prelude::*;
 
-use super::arch::is_worth_threads;
+use super::arch::{is_worth_threads, per_microsecond};
 use super::decode::{prefetch, prefetch_distance};
 use super::dequantize::PackedView;
 use super::element::HostElement;
@@ -22,8 +22,6 @@ const _: () = assert!(LANES == PANEL, "products of both kinds lie in the same or
 const TASK_PANELS: usize = 2;
 /// Number of rows of the input from which on every weight is decoded into panels.
 const MANY: usize = 16;
-/// Number of multiplications of a thread in a microsecond.
-const PER_MICROSECOND: usize = 1 << 15;
 /// Largest number of chunks that are decoded at a time: of a panel and of a few rows of the input
 /// they stay in the first-level cache.
 const STEP: usize = 8;
@@ -55,7 +53,7 @@ fn multiply(
         let first = first_panel * LANES;
         instructions.run(Int8Products { input, weight, outputs, channels, first, panel, products });
     };
-    if is_worth_threads(outputs * channels * input.rows, PER_MICROSECOND) {
+    if is_worth_threads(outputs * channels * input.rows, per_microsecond::PACKED_INT8) {
         let tasks = products.par_chunks_mut(TASK_PANELS * panel_len).enumerate();
         tasks.for_each_init(Panel::default, |panel, (task, products)| {
             multiply(panel, task * TASK_PANELS, products);
@@ -95,49 +93,48 @@ struct Int8Products<'a> {
 
 impl LaneWork for Int8Products<'_> {
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
+    fn run<L: Lanes>(mut self, lanes: L) {
         // A block has two or four lanes: two or four rows of the weight share a vector.
         let few = self.input.rows < MANY;
+        let done = match (self.weight.format, self.weight.block_size) {
+            (Fp4Format::NvFp4, 16) if few => self.few::<L, 2, 8>(lanes),
+            (Fp4Format::MxFp4, 32) if few => self.few::<L, 4, 4>(lanes),
+            _ => false,
+        };
         match self.weight.block_size {
-            16 if few && self.has_plain_scales(Fp4Format::NvFp4) => self.few::<L, 2, 8>(lanes),
+            _ if done => (),
             16 => self.many::<L, 2, 8>(lanes),
-            _ if few && self.has_plain_scales(Fp4Format::MxFp4) => self.few::<L, 4, 4>(lanes),
             _ => self.many::<L, 4, 4>(lanes),
         }
     }
 }
 
 impl Int8Products<'_> {
-    /// Returns true if the weight has a format, and no scale of these rows is NaN or negative.
-    #[inline(always)]
-    fn has_plain_scales(&self, format: Fp4Format) -> bool {
-        let row = self.channels / self.weight.block_size;
-        let rows = self.first..self.outputs.min(self.first + self.task_rows());
-        let largest = if format == Fp4Format::NvFp4 { 0x7E } else { 0xFE };
-        let scales = &self.weight.scales[rows.start * row..rows.end * row];
-        self.weight.format == format && scales.iter().fold(0, |max, &code| code.max(max)) <= largest
-    }
-
     fn task_rows(&self) -> usize {
         self.products.len() / self.input.rows
     }
 
-    /// Multiplies an input with few rows: codes are decoded into registers.
+    /// Multiplies an input with few rows: codes are decoded into registers. Returns false if a
+    /// block scale is NaN or negative, so that products are wrong.
     #[inline(always)]
-    fn few<L: Lanes, const R: usize, const W: usize>(mut self, lanes: L) {
+    fn few<L: Lanes, const R: usize, const W: usize>(&mut self, lanes: L) -> bool {
+        let mut largest = [0; LANES];
         let distance = prefetch_distance(R * self.channels / 2);
         for row in (0..self.outputs.min(self.first + self.task_rows()) - self.first).step_by(R) {
             let inputs = self.input.rows;
             for from in (0..inputs).step_by(4) {
                 match inputs - from {
-                    1 => self.rows::<L, R, W, 1>(lanes, row, from, distance),
-                    _ => self.rows::<L, R, W, 4>(lanes, row, from, distance),
+                    1 => self.rows::<L, R, W, 1>(lanes, row, from, distance, &mut largest),
+                    _ => self.rows::<L, R, W, 4>(lanes, row, from, distance, &mut largest),
                 }
             }
         }
+        let valid = if self.weight.format == Fp4Format::NvFp4 { 0x7E } else { 0xFE };
+        largest.iter().all(|&code| code <= valid)
     }
 
-    /// Multiplies `R` rows of the weight by `M` rows of the input.
+    /// Multiplies `R` rows of the weight by `M` rows of the input, and updates the largest codes of
+    /// block scales.
     #[inline(always)]
     fn rows<L: Lanes, const R: usize, const W: usize, const M: usize>(
         &mut self,
@@ -145,6 +142,7 @@ impl Int8Products<'_> {
         row: usize,
         from: usize,
         distance: usize,
+        largest: &mut [u8; LANES],
     ) {
         let (input, weight, channels) = (self.input, self.weight, self.channels);
         // Rows beyond the last repeat it.
@@ -157,7 +155,7 @@ impl Int8Products<'_> {
         for at in 1..M {
             inputs[at] = input.row((from + at).min(input.rows - 1));
         }
-        let sums = row_sums::<L, R, W, M>(lanes, &weights, inputs, distance);
+        let sums = row_sums::<L, R, W, M>(lanes, &weights, inputs, distance, largest);
         let panel = &mut self.products[row / LANES * LANES * input.rows..];
         for (to, sums) in (from..input.rows).zip(sums) {
             for at in 0..R {
@@ -213,7 +211,10 @@ struct PanelTile<'a> {
 struct CodeRow<'a> {
     /// Codes of this row and of all that follow.
     codes: &'a [u8],
+    /// Block scales, likewise.
     scales: &'a [u8],
+    /// Number of block scales of this row.
+    blocks: usize,
 }
 
 impl<'a> CodeRow<'a> {
@@ -222,14 +223,15 @@ impl<'a> CodeRow<'a> {
         let blocks = channels * W / CHUNK;
         Self {
             codes: &packed.codes[row * channels / 2..],
-            scales: &packed.scales[row * blocks..][..blocks],
+            scales: &packed.scales[row * blocks..],
+            blocks,
         }
     }
 
     /// Returns the number of whole chunks.
     #[inline(always)]
     fn whole<const W: usize>(&self) -> usize {
-        self.scales.len() / W
+        self.blocks / W
     }
 
     /// Returns the codes of the last chunk, with any codes beyond the last channel.
@@ -247,7 +249,11 @@ impl<'a> CodeRow<'a> {
     #[inline(always)]
     fn last_scales<const W: usize>(&self) -> u64 {
         let scales = &self.scales[self.whole::<W>() * W..];
-        scales.iter().rev().fold(0, |word, &code| word << 8 | u64::from(code))
+        let count = self.blocks % W;
+        match scales.first_chunk() {
+            Some(scales) => u64::from_le_bytes(*scales) & ((1 << (8 * count)) - 1),
+            None => scales[..count].iter().rev().fold(0, |word, &code| word << 8 | u64::from(code)),
+        }
     }
 }
 
@@ -272,6 +278,7 @@ fn row_sums<L: Lanes, const R: usize, const W: usize, const M: usize>(
     rows: &[CodeRow<'_>; R],
     inputs: [&[Chunk]; M],
     distance: usize,
+    largest: &mut [u8; LANES],
 ) -> [[f32; LANES]; M] {
     let whole = rows[0].whole::<W>();
     // Known lengths avoid bounds checks in the loop.
@@ -304,7 +311,11 @@ fn row_sums<L: Lanes, const R: usize, const W: usize, const M: usize>(
         for to in 1..M {
             chunks[to] = &inputs[to][chunk];
         }
-        add_chunk::<L, R, M>(lanes, chunk_codes, words, chunks, &mut sums);
+        let scales = lanes.interleave(words);
+        for (largest, code) in largest.iter_mut().zip(scales) {
+            *largest = code.max(*largest);
+        }
+        add_chunk::<L, R, M>(lanes, chunk_codes, scales, chunks, &mut sums);
     }
     let mut reduced = [[0.0; LANES]; M];
     for (reduced, sums) in reduced.iter_mut().zip(sums) {
@@ -325,11 +336,10 @@ fn row_sums<L: Lanes, const R: usize, const W: usize, const M: usize>(
 fn add_chunk<L: Lanes, const R: usize, const M: usize>(
     lanes: L,
     codes: [&[u8; CHUNK / 2]; R],
-    words: [u64; R],
+    scales: [u8; LANES],
     inputs: [&Chunk; M],
     sums: &mut [L::Floats; M],
 ) {
-    let scales = lanes.interleave(words);
     let scales = match R {
         2 => lanes.e4m3(scales),
         _ => lanes.e8m0(scales),
@@ -381,7 +391,7 @@ impl Panel {
                 for (codes, &bytes) in codes.iter_mut().zip(row_codes.as_chunks().0) {
                     codes[lane] = u32::from_ne_bytes(bytes);
                 }
-                for (scales, &code) in scales.iter_mut().zip(&row.scales[chunk * W..]) {
+                for (scales, &code) in scales.iter_mut().zip(&row.scales[chunk * W..row.blocks]) {
                     scales[lane] = values[usize::from(code)];
                 }
             }

@@ -6,7 +6,7 @@ use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::arch::{arch, is_worth_threads};
+use super::arch::{arch, is_worth_threads, per_microsecond};
 use super::decode::{AHEAD, prefetch};
 use super::dots::total;
 use super::panels::{self, PANEL};
@@ -19,8 +19,6 @@ pub const INT8_BLOCK: usize = 32;
 const INPUTS: usize = 4;
 /// Number of bytes per parallel task, of one panel at least: a part of the second-level cache.
 const TASK_BYTES: usize = 1 << 15;
-/// Number of multiplications of a thread in a microsecond.
-const PER_MICROSECOND: usize = 1 << 13;
 /// Number of blocks whose scales lie in a line of the cache.
 const LINE_BLOCKS: usize = 16;
 
@@ -113,7 +111,7 @@ pub fn int8_weight_matmul(
         let first = task * rows;
         arch().dispatch(WeightRows { input, weight, outputs, channels, first, inputs, products });
     };
-    if is_worth_threads(outputs * channels * inputs, PER_MICROSECOND) {
+    if is_worth_threads(outputs * channels * inputs, per_microsecond::SIGNED_BYTES) {
         products.par_chunks_mut(rows * inputs).enumerate().for_each(task);
     } else {
         products.chunks_mut(rows * inputs).enumerate().for_each(task);

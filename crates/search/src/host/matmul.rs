@@ -6,7 +6,7 @@ use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::arch::{arch, is_worth_threads};
+use super::arch::{arch, is_worth_threads, per_microsecond};
 use super::decode::{GROUP, PackedRow, prefetch, prefetch_distance};
 use super::dequantize::PackedView;
 use super::element::HostElement;
@@ -35,8 +35,6 @@ const MAX_LANES: usize = 16;
 const TOGETHER: usize = 2;
 /// Number of packed rows per parallel task.
 const TASK_ROWS: usize = 2 * DECODED;
-/// Number of multiplications of a thread in a microsecond.
-const PER_MICROSECOND: usize = 1 << 14;
 
 /// Computes `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs`
 /// rows of `channels` elements, without its dense values: `[inputs, outputs]`, summed in f32 and
@@ -93,7 +91,7 @@ fn multiply(
     let multiply = |memory: &mut Memory, first, products: &mut [f32]| {
         arch().dispatch(Products { input, weight, outputs, channels, first, memory, products });
     };
-    if is_worth_threads(outputs * channels * inputs, PER_MICROSECOND) {
+    if is_worth_threads(outputs * channels * inputs, per_microsecond::PACKED) {
         let tasks = products.par_chunks_mut(TASK_ROWS * inputs).enumerate();
         tasks.for_each_init(memory, |memory, (task, products)| {
             multiply(memory, task * TASK_ROWS, products);
@@ -174,7 +172,7 @@ impl Interleaved {
             }
         };
         let values = &mut all_values.slice_mut()[..rows * len];
-        if is_worth_threads(rows * len, PER_MICROSECOND / 16) {
+        if is_worth_threads(rows * len, per_microsecond::VALUES) {
             values.par_chunks_mut(len).zip(input.par_chunks(channels)).for_each(row);
         } else {
             values.chunks_mut(len).zip(input.chunks(channels)).for_each(row);

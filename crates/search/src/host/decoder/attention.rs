@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::exp::exp;
 use crate::error::SearchError;
-use crate::host::arch::{arch, is_worth_threads};
+use crate::host::arch::{arch, is_worth_threads, per_microsecond};
 use crate::host::dots::dots;
 
 /// Largest `head_dim`: heads of a task are on its stack.
@@ -18,8 +18,6 @@ pub const MAX_HEAD_DIM: usize = 256;
 const QUERIES: usize = 4;
 /// Number of keys whose scores are kept: with their values they stay in the first-level cache.
 const KEYS: usize = 64;
-/// Number of multiplications of a thread in a microsecond.
-const PER_MICROSECOND: usize = 1 << 13;
 
 /// Lengths of the axes of [`attention`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,7 +116,7 @@ pub fn attention(
         arch().dispatch(Group { queries, keys, values, rotary, position, head_dim });
     };
     let read: usize = positions.iter().map(|position| position + 1).sum();
-    if is_worth_threads(2 * batch * heads * head_dim * read, PER_MICROSECOND) {
+    if is_worth_threads(2 * batch * heads * head_dim * read, per_microsecond::ATTENTION) {
         queries.par_chunks_mut(group * head_dim).enumerate().for_each(task);
     } else {
         queries.chunks_mut(group * head_dim).enumerate().for_each(task);

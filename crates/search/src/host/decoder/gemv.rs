@@ -7,12 +7,10 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::error::SearchError;
-use crate::host::arch::{TASK, arch, is_worth_threads};
+use crate::host::arch::{TASK, arch, is_worth_threads, per_microsecond};
 use crate::host::decode::{prefetch, prefetch_distance};
 use crate::host::dots::dots;
 
-/// Number of values of a weight that a thread reads in a microsecond.
-const PER_MICROSECOND: usize = 1 << 12;
 /// Number of columns that a task multiplies at least: their sums stay in the first-level cache, and
 /// a row of them is enough for prefetching.
 const COLUMNS: usize = 256;
@@ -26,7 +24,7 @@ const ROWS: usize = 4;
 pub fn gemv(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), SearchError> {
     let n = output.len();
     check_length("weight", input.len() * n, weight.len())?;
-    let columns = if is_worth_threads(weight.len(), PER_MICROSECOND) {
+    let columns = if is_worth_threads(weight.len(), per_microsecond::DENSE) {
         n.div_ceil(rayon::current_num_threads()).next_multiple_of(16).max(COLUMNS)
     } else {
         n
@@ -56,7 +54,7 @@ pub fn gemv_rows(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<()
     let task = |(weight, output): (&[f32], &mut [f32])| {
         arch().dispatch(Rows { input, weight, output });
     };
-    if is_worth_threads(weight.len(), PER_MICROSECOND) {
+    if is_worth_threads(weight.len(), per_microsecond::DENSE) {
         let rows = (TASK / k).max(1);
         weight.par_chunks(rows * k).zip(output.par_chunks_mut(rows)).for_each(task);
     } else {

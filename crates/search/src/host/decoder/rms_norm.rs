@@ -5,7 +5,7 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::error::SearchError;
-use crate::host::arch::{TASK, arch};
+use crate::host::arch::{arch, is_worth_threads, per_microsecond};
 
 /// Normalizes rows as long as `weight`: `x / sqrt(mean(x^2) + epsilon) * weight`.
 ///
@@ -25,7 +25,7 @@ pub fn rms_norm(
     let row = |(input, output): (&[f32], &mut [f32])| {
         arch().dispatch(NormRow { input, weight, epsilon, output });
     };
-    if input.len() <= TASK {
+    if !is_worth_threads(input.len(), per_microsecond::VALUES) {
         input.chunks(cols).zip(output.chunks_mut(cols)).for_each(row);
     } else {
         input.par_chunks(cols).zip(output.par_chunks_mut(cols)).for_each(row);
@@ -54,7 +54,7 @@ pub fn add_rms_norm(
         }
         arch().dispatch(NormRow { input: hidden, weight, epsilon, output: update });
     };
-    if hidden.len() <= TASK {
+    if !is_worth_threads(hidden.len(), per_microsecond::VALUES) {
         hidden.chunks_mut(cols).zip(update.chunks_mut(cols)).for_each(row);
     } else {
         hidden.par_chunks_mut(cols).zip(update.par_chunks_mut(cols)).for_each(row);
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn sums_are_normalized_for_one_task_and_for_many() {
-        for (rows, cols) in [(1, 576), (3, 37), (TASK / 64 + 1, 64)] {
+        for (rows, cols) in [(1, 576), (3, 37), (2001, 64)] {
             let len = rows * cols;
             let hidden: Vec<_> = (0..len).map(|at| (at * 37 % 1001) as f32 / 40.0 - 12.0).collect();
             let update: Vec<_> = (0..len).map(|at| (at * 13 % 101) as f32 / 7.0 - 6.0).collect();

@@ -6,7 +6,10 @@ use rayon::prelude::*;
 
 use super::exp::exp;
 use crate::error::SearchError;
-use crate::host::arch::{TASK, arch};
+use crate::host::arch::{arch, is_worth_threads, per_microsecond};
+
+/// Number of values of a parallel task.
+const PART: usize = 1 << 12;
 
 /// Replaces each gate `g` by `g / (1 + e^-g)` times the value of `up`.
 ///
@@ -14,10 +17,10 @@ use crate::host::arch::{TASK, arch};
 /// The slices differ in length.
 pub fn swiglu(gate: &mut [f32], up: &[f32]) -> Result<(), SearchError> {
     check_length("up", gate.len(), up.len())?;
-    if gate.len() <= TASK {
+    if !is_worth_threads(gate.len(), per_microsecond::VALUES) {
         arch().dispatch(SwiGlu { gate, up });
     } else {
-        let tasks = gate.par_chunks_mut(TASK / 4).zip(up.par_chunks(TASK / 4));
+        let tasks = gate.par_chunks_mut(PART).zip(up.par_chunks(PART));
         tasks.for_each(|(gate, up)| arch().dispatch(SwiGlu { gate, up }));
     }
     Ok(())
@@ -45,7 +48,7 @@ mod tests {
 
     #[test]
     fn swiglu_is_silu_times_up_for_one_task_and_for_many() {
-        for len in [0, 7, 1536, TASK + 9] {
+        for len in [0, 7, 1536, 40 * PART + 9] {
             let gate: Vec<_> = (0..len).map(|at| (at * 37 % 1001) as f32 / 40.0 - 12.0).collect();
             let up: Vec<_> = (0..len).map(|at| (at * 13 % 101) as f32 / 7.0 - 6.0).collect();
             let mut found = gate.clone();

@@ -135,12 +135,13 @@ impl<L: Projection> Llama<L> {
         let [_, count] = tokens.dims();
         let positions = Tensor::arange(0..count as i64, &tokens.device());
         let positions = self.rotary_emb.at(positions, count, self.dtype());
-        let mut hidden = self.embed_tokens.forward(tokens);
+        let mut hidden = Residual::new(self.embed_tokens.forward(tokens));
         for layer in &self.layers {
             // One after the other: calibration records such passes, in one order.
             (hidden, _) = layer.forward(hidden, None, &positions, false);
         }
-        self.logits(normalize(&self.norm, hidden))
+        let [_, normalized] = hidden.normalize(&self.norm);
+        self.logits(normalized)
     }
 
     /// Writes tokens `[batch, tokens]` at positions `[tokens]` into the KV cache, and returns the
@@ -156,15 +157,17 @@ impl<L: Projection> Llama<L> {
         let capacity = kv_cache.first().map_or(count, |cache| cache.keys.dims()[2]);
         let on_host = ops::is_host(&tokens.device());
         let positions = self.rotary_emb.at(positions, capacity, self.dtype());
-        let mut hidden = self.embed_tokens.forward(tokens);
+        let mut hidden = Residual::new(self.embed_tokens.forward(tokens));
         let mut updated = KvCaches::with_capacity(kv_cache.len());
         for (layer, cache) in self.layers.iter().zip(kv_cache) {
             let cache_after;
             (hidden, cache_after) = layer.forward(hidden, Some(cache), &positions, on_host);
             updated.push(cache_after);
         }
-        let last = normalize(&self.norm, hidden.narrow(1, count - 1, 1));
-        (updated, self.logits(last).squeeze_dim(1))
+        let last = |hidden: Tensor<3>| hidden.narrow(1, count - 1, 1);
+        let hidden = Residual { sums: last(hidden.sums), update: hidden.update.map(last) };
+        let [_, normalized] = hidden.normalize(&self.norm);
+        (updated, self.logits(normalized).squeeze_dim(1))
     }
 
     /// Allocates a KV cache with room for `capacity` tokens of each sequence of a batch.
@@ -270,24 +273,45 @@ fn both<A: Send, B: Send>(
     (first, second())
 }
 
-/// Applies a norm; on a CPU as one operation.
+/// Applies a norm as one operation, where the device has it.
 fn normalize<const D: usize>(norm: &RmsNorm, hidden: Tensor<D>) -> Tensor<D> {
     ops::rms_norm(hidden, norm.gamma.val(), norm.epsilon)
+}
+
+/// The residual stream between two layers.
+struct Residual {
+    sums: Tensor<3>,
+    /// The output of an MLP, which is not added yet: the next norm does, in one operation.
+    update: Option<Tensor<3>>,
+}
+
+impl Residual {
+    fn new(hidden: Tensor<3>) -> Self {
+        Self { sums: hidden, update: None }
+    }
+
+    /// Returns the hidden states, and the normalized ones.
+    fn normalize(self, norm: &RmsNorm) -> [Tensor<3>; 2] {
+        match self.update {
+            None => [self.sums.clone(), normalize(norm, self.sums)],
+            Some(update) => ops::add_rms_norm(self.sums, update, norm.gamma.val(), norm.epsilon),
+        }
+    }
 }
 
 impl<L: Projection> DecoderLayer<L> {
     fn forward(
         &self,
-        hidden: Tensor<3>,
+        hidden: Residual,
         cache: Option<KvCache>,
         positions: &Positions,
         on_host: bool,
-    ) -> (Tensor<3>, KvCache) {
-        let input = normalize(&self.input_layernorm, hidden.clone());
+    ) -> (Residual, KvCache) {
+        let [hidden, input] = hidden.normalize(&self.input_layernorm);
         let (attended, cache) = self.self_attn.forward(input, cache, positions, on_host);
-        let norm = &self.post_attention_layernorm;
-        let [hidden, input] = ops::add_rms_norm(hidden, attended, norm.gamma.val(), norm.epsilon);
-        (hidden + self.mlp.forward(input, on_host), cache)
+        let hidden = Residual { sums: hidden, update: Some(attended) };
+        let [hidden, input] = hidden.normalize(&self.post_attention_layernorm);
+        (Residual { sums: hidden, update: Some(self.mlp.forward(input, on_host)) }, cache)
     }
 }
 

@@ -83,7 +83,8 @@ pub use burn_fp4_search::{
 #[cfg(feature = "cube")]
 pub use counts::{FusedProducts, fused_products};
 pub use decoder::{
-    KvCache, Positions, RotaryEmbedding, add_rms_norm, attention, dense_matmul, rms_norm, swiglu,
+    KvCache, Positions, RotaryEmbedding, SampleOptions, add_rms_norm, attention, dense_matmul,
+    rms_norm, sample, swiglu,
 };
 #[cfg(feature = "cube")]
 pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};

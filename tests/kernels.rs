@@ -7,10 +7,10 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
-    PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
-    cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize, quantize_by_hessian,
-    quantize_gptq, quantize_weighted, squared_error,
+    Activations, AttentionHandles, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
+    PackedHandles as Handles, Prefetch, Problem, Refusal, SampleOptions, UNITS, WgmmaSupport,
+    add_gram, amax, attend, cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize,
+    quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm, sample, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, View};
@@ -48,6 +48,28 @@ impl Device {
             Values::F16(values) => self.client.create_from_slice(f16::as_bytes(values)),
             Values::Bf16(values) => self.client.create_from_slice(bf16::as_bytes(values)),
         }
+    }
+
+    /// Uploads values rounded to a dtype, and returns them with their handle.
+    fn upload_rounded(&self, values: Vec<f32>, dtype: KernelDtype) -> (Vec<f32>, Handle) {
+        let values: Vec<f32> = match dtype {
+            KernelDtype::F32 => values,
+            KernelDtype::F16 => values.iter().map(|&x| f16::from_f32(x).to_f32()).collect(),
+            KernelDtype::Bf16 => values.iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
+        };
+        let halves = |round: fn(f32) -> u16| values.iter().map(|&x| round(x)).collect::<Vec<_>>();
+        let handle = match dtype {
+            KernelDtype::F32 => self.client.create_from_slice(f32::as_bytes(&values)),
+            KernelDtype::F16 => {
+                let bits = halves(|x| f16::from_f32(x).to_bits());
+                self.client.create_from_slice(u16::as_bytes(&bits))
+            }
+            KernelDtype::Bf16 => {
+                let bits = halves(|x| bf16::from_f32(x).to_bits());
+                self.client.create_from_slice(u16::as_bytes(&bits))
+            }
+        };
+        (values, handle)
     }
 
     fn upload_packed(&self, packed: &Packed) -> Handles {
@@ -942,4 +964,244 @@ fn tiles_of_gptq_make_no_difference_to_its_codes() {
         client.read_one_unchecked(packed.codes).to_vec()
     });
     assert!(larger == smaller);
+}
+
+/// Allows for the rounding of the results to a dtype, and for that of sums in f32.
+fn assert_rounded(what: &str, found: &[f32], expected: &[f64], dtype: KernelDtype) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let tolerance = match dtype {
+        KernelDtype::F32 => 4e-6,
+        KernelDtype::F16 => 1e-3,
+        KernelDtype::Bf16 => 8e-3,
+    };
+    for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+        let far = (f64::from(found) - expected).abs();
+        assert!(far <= tolerance * expected.abs().max(1.0), "{what} {at}: {found} {expected}");
+    }
+}
+
+#[test]
+fn norms_are_those_of_exact_sums() {
+    let device = Device::new();
+    let Device { client, capability } = &device;
+    let mut random = Random::new(41);
+    for (rows, channels) in [(1, 8), (3, 40), (2, 513), (1, 2560)] {
+        for dtype in [KernelDtype::F32, KernelDtype::F16, KernelDtype::Bf16] {
+            let what = format!("{rows} x {channels} {dtype:?}");
+            let mut values = |count: usize| {
+                device.upload_rounded((0..count).map(|_| random.normal()).collect(), dtype)
+            };
+            let [input, update] = [(); 2].map(|()| values(rows * channels));
+            let weight = values(channels);
+            let run = |update: Option<&Handle>| {
+                rms_norm(
+                    client,
+                    capability,
+                    input.1.clone(),
+                    update.cloned(),
+                    weight.1.clone(),
+                    [rows, channels],
+                    dtype,
+                    1e-5,
+                )
+                .expect("memory of the shape")
+            };
+            let normalized = |x: &[f32]| -> Vec<f64> {
+                let rows = x.chunks(channels).map(|row| {
+                    let squares: f64 = row.iter().map(|&x| f64::from(x).powi(2)).sum();
+                    let factor = (squares / channels as f64 + 1e-5).sqrt().recip();
+                    let weighted = row.iter().zip(&weight.0);
+                    weighted.map(|(&x, &w)| f64::from(x) * factor * f64::from(w)).collect()
+                });
+                rows.collect::<Vec<Vec<f64>>>().concat()
+            };
+            let alone = run(None);
+            assert!(alone.sums.is_none());
+            let found = device.floats(alone.normalized, dtype);
+            assert_rounded(&what, &found, &normalized(&input.0), dtype);
+            let both = run(Some(&update.1));
+            let sums = device.floats(both.sums.expect("an update"), dtype);
+            let exact = input.0.iter().zip(&update.0).map(|(&x, &y)| f64::from(x) + f64::from(y));
+            assert_rounded(&what, &sums, &exact.collect::<Vec<_>>(), dtype);
+            let found = device.floats(both.normalized, dtype);
+            assert_rounded(&what, &found, &normalized(&sums), dtype);
+        }
+    }
+    let short = || client.empty(8);
+    let refused =
+        rms_norm(client, capability, short(), None, short(), [2, 4], KernelDtype::F32, 0.0);
+    assert!(matches!(refused, Err(Refusal::Memory { what: "input", expected: 32, .. })));
+}
+
+/// Attends with exact sums, to rotated keys.
+struct ExactAttention<'a> {
+    shape: host::AttentionShape,
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
+impl ExactAttention<'_> {
+    fn rotate(&self, head: &[f32], position: usize) -> Vec<f64> {
+        let half = head.len() / 2;
+        let channel = |at: usize| {
+            let table = |table: &[f32]| f64::from(table[position * half + at % half]);
+            let partner = f64::from(head[(at + half) % head.len()]);
+            let sign = if at < half { -1.0 } else { 1.0 };
+            f64::from(head[at]) * table(self.cos) + sign * partner * table(self.sin)
+        };
+        (0..head.len()).map(channel).collect()
+    }
+
+    /// Returns the outputs of queries at a position, for a cache that holds it.
+    fn attend(&self, queries: &[f32], keys: &[f32], values: &[f32], position: usize) -> Vec<f64> {
+        let host::AttentionShape { heads, kv_heads, head_dim, capacity, .. } = self.shape;
+        let mut outputs = Vec::new();
+        for (at, query) in queries.chunks(head_dim).enumerate() {
+            let (sequence, head) = (at / heads, at % heads);
+            let cached = sequence * kv_heads + head / (heads / kv_heads);
+            let of = |cache: &'_ [f32], at: usize| -> Vec<f64> {
+                let from = (cached * capacity + at) * head_dim;
+                cache[from..from + head_dim].iter().copied().map(f64::from).collect()
+            };
+            let query = self.rotate(query, position);
+            let weights = (0..=position).map(|at| {
+                let key = of(keys, at);
+                let score: f64 = query.iter().zip(&key).map(|(q, k)| q * k).sum();
+                (score / (head_dim as f64).sqrt()).exp()
+            });
+            let weights: Vec<f64> = weights.collect();
+            let sum: f64 = weights.iter().sum();
+            outputs.extend((0..head_dim).map(|channel| {
+                let weighted =
+                    weights.iter().enumerate().map(|(at, w)| w * of(values, at)[channel]);
+                weighted.sum::<f64>() / sum
+            }));
+        }
+        outputs
+    }
+}
+
+/// Tokens one after the other, past the ends of tiles; the last shapes have a key head for more
+/// query heads than a cube takes, and channels that no wide vector divides.
+#[test]
+fn attention_of_a_token_is_that_of_exact_sums() {
+    let device = Device::new();
+    let Device { client, capability } = &device;
+    let mut random = Random::new(43);
+    // Without planes a device runs the units of a cube as threads, and barriers take long.
+    let shapes: &[_] = match capability.plane {
+        1 => &[(2, 4, 2, 8), (1, 9, 1, 12)],
+        _ => &[(1, 4, 4, 16), (2, 6, 2, 32), (1, 18, 1, 8), (2, 2, 1, 12), (3, 32, 8, 128)],
+    };
+    for (at, &(batch, heads, kv_heads, head_dim)) in shapes.iter().enumerate() {
+        let capacity = if capability.plane > 1 { 150 } else { 20 };
+        let shape = host::AttentionShape { batch, tokens: 1, heads, kv_heads, head_dim, capacity };
+        let dtype = [KernelDtype::F32, KernelDtype::Bf16, KernelDtype::F16][at % 3];
+        let angle = |at: usize| (at / (head_dim / 2)) as f32 * 0.7f32.powi((at % 5) as i32);
+        let table = |function: fn(f32) -> f32| -> Vec<f32> {
+            (0..capacity * head_dim / 2).map(|at| function(angle(at))).collect()
+        };
+        let (cos, sin) = (table(f32::cos), table(f32::sin));
+        let exact = ExactAttention { shape, cos: &cos, sin: &sin };
+        let mut values = |count: usize| {
+            device.upload_rounded((0..count).map(|_| random.normal()).collect(), dtype)
+        };
+        // The cache holds earlier tokens, and what nothing may read behind the last.
+        let [keys, cached_values] =
+            [(); 2].map(|()| values(batch * kv_heads * capacity * head_dim));
+        let (mut key_values, mut value_values) = (keys.0, cached_values.0);
+        for position in [0, 7, 8, capacity - 1] {
+            let queries = values(batch * heads * head_dim);
+            let [new_keys, new_values] = [(); 2].map(|()| values(batch * kv_heads * head_dim));
+            let upload = |table: &[f32]| client.create_from_slice(f32::as_bytes(table));
+            let output = attend(
+                client,
+                capability,
+                AttentionHandles {
+                    queries: queries.1,
+                    keys: new_keys.1,
+                    values: new_values.1,
+                    key_cache: keys.1.clone(),
+                    value_cache: cached_values.1.clone(),
+                    cos: upload(&cos),
+                    sin: upload(&sin),
+                    position: client.create_from_slice(i32::as_bytes(&[position as i32])),
+                },
+                shape,
+                capacity,
+                dtype,
+            );
+            let found = device.floats(output.expect("memory of the shape"), dtype);
+            let cache = |handle: &Handle| device.floats(handle.clone(), dtype);
+            let what = format!("{shape:?} {dtype:?} at {position}");
+            for head in 0..batch * kv_heads {
+                let to = (head * capacity + position) * head_dim;
+                let new = head * head_dim..(head + 1) * head_dim;
+                let rotated = exact.rotate(&new_keys.0[new.clone()], position);
+                let written = cache(&keys.1)[to..to + head_dim].to_vec();
+                assert_rounded(&what, &written, &rotated, dtype);
+                key_values[to..to + head_dim].copy_from_slice(&written);
+                value_values[to..to + head_dim].copy_from_slice(&new_values.0[new]);
+            }
+            // Nothing else is written.
+            assert_eq!(cache(&keys.1), key_values, "{what}");
+            assert_eq!(cache(&cached_values.1), value_values, "{what}");
+            let expected = exact.attend(&queries.0, &key_values, &value_values, position);
+            assert_rounded(&what, &found, &expected, dtype);
+        }
+    }
+}
+
+/// Uniform values from 0 to 1 in equal steps draw each token as often as its probability says.
+#[test]
+fn tokens_are_drawn_as_often_as_their_probabilities_say() {
+    const DRAWS: usize = 500;
+    let device = Device::new();
+    let Device { client, capability } = &device;
+    let mut random = Random::new(47);
+    let uniform: Vec<f32> = (0..DRAWS).map(|at| (at as f32 + 0.5) / DRAWS as f32).collect();
+    let all = SampleOptions { temperature: 1.0, top_k: 0, top_p: 1.0 };
+    let cases = [
+        (40, KernelDtype::F32, all),
+        (33, KernelDtype::F32, SampleOptions { temperature: 0.5, ..all }),
+        (600, KernelDtype::F32, SampleOptions { top_k: 7, ..all }),
+        (64, KernelDtype::Bf16, SampleOptions { top_k: 9, temperature: 2.0, ..all }),
+        (64, KernelDtype::F16, SampleOptions { top_p: 0.6, ..all }),
+        (72, KernelDtype::Bf16, SampleOptions { top_k: 20, top_p: 0.8, ..all }),
+        (12, KernelDtype::F32, SampleOptions { top_k: 1, top_p: 0.01, ..all }),
+    ];
+    for (vocab_size, dtype, options) in cases {
+        let what = format!("{vocab_size} {dtype:?} {options:?}");
+        let row: Vec<f32> = (0..vocab_size).map(|_| 2.0 * random.normal()).collect();
+        let (row, _) = device.upload_rounded(row, dtype);
+        let (_, logits) = device.upload_rounded(row.repeat(DRAWS), dtype);
+        let uniform = client.create_from_slice(f32::as_bytes(&uniform));
+        let drawn =
+            sample(client, capability, logits, uniform, [DRAWS, vocab_size], dtype, options);
+        let bytes = client.read_one_unchecked(drawn.expect("memory of the shape"));
+        let mut counts = vec![0usize; vocab_size];
+        i32::from_bytes(&bytes).iter().for_each(|&token| counts[token as usize] += 1);
+
+        let mut sorted = row.clone();
+        sorted.sort_by(|left, right| right.total_cmp(left));
+        let weight =
+            |logit: f32| (f64::from(logit - sorted[0]) / f64::from(options.temperature)).exp();
+        let kth = sorted.get(options.top_k.wrapping_sub(1)).copied().unwrap_or(f32::MIN);
+        let kept = || sorted.iter().copied().filter(|&logit| logit >= kth);
+        let needed = f64::from(options.top_p) * kept().map(weight).sum::<f64>();
+        let mut sum = 0.0;
+        let reached = kept().find(|&logit| {
+            sum += weight(logit);
+            sum >= needed
+        });
+        let least = if options.top_p < 1.0 { reached.unwrap_or(f32::MIN) } else { kth };
+        let probability = |logit: f32| if logit >= least { weight(logit) } else { 0.0 };
+        let total: f64 = row.iter().map(|&logit| probability(logit)).sum();
+        for (token, (&count, &logit)) in counts.iter().zip(&row).enumerate() {
+            let expected = DRAWS as f64 * probability(logit) / total;
+            let far = (count as f64 - expected).abs();
+            assert!(far < 1.001, "{what} token {token}: {count} of {expected}");
+            assert!(count == 0 || probability(logit) > 0.0, "{what} token {token}");
+        }
+    }
 }

@@ -63,7 +63,8 @@ fn distance(left: &[f32], right: &[f32]) -> f32 {
     left.iter().zip(right).map(|(left, right)| (left - right).abs()).fold(0.0, f32::max)
 }
 
-const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: None, seed: 1, sequences: 1 };
+const GREEDY: Sampling =
+    Sampling { temperature: 0.0, top_k: None, top_p: None, seed: 1, sequences: 1 };
 
 fn greedy<L: Projection>(folder: &Folder, model: &Llama<L>) -> Vec<u32> {
     let prompt = ids("genesis.prompt");
@@ -301,7 +302,7 @@ fn sampling_depends_on_the_seed_alone() {
         let found = generate(&model, &folder.config, &prompt, 40, sampling, &device);
         found.expect("tokens").sequences.remove(0)
     };
-    let sampling = Sampling { temperature: 1.0, top_k: None, seed: 3, sequences: 1 };
+    let sampling = Sampling { temperature: 1.0, top_k: None, top_p: None, seed: 3, sequences: 1 };
     assert_eq!(drawn(sampling), drawn(sampling));
     assert_ne!(drawn(sampling), drawn(Sampling { seed: 4, ..sampling }));
     let best = Sampling { top_k: Some(1), ..sampling };

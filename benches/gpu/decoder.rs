@@ -4,8 +4,10 @@
 use benches::Row;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
-use burn::tensor::activation::{silu, softmax};
-use burn::tensor::{Bool, DType, Device, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_fp4::ops::{
+    KvCache, Positions, RotaryEmbedding, add_rms_norm, attention, rms_norm, swiglu,
+};
 use burn_fp4::{Fp4Config, Fp4Module, Replay};
 
 use crate::Arguments;
@@ -21,8 +23,6 @@ const KV_HEADS: usize = 8;
 const HEAD_DIM: usize = HIDDEN / HEADS;
 /// Heads of the fused QKV projection: queries, keys, values.
 const QKV_HEADS: usize = HEADS + 2 * KV_HEADS;
-/// Query heads that share a key head; divides `QKV_HEADS`.
-const QUERIES_PER_KV_HEAD: usize = HEADS / KV_HEADS;
 const VOCAB: usize = 128_256;
 
 #[derive(Module, Debug)]
@@ -45,18 +45,12 @@ struct Decoder {
     lm_head: Linear,
 }
 
-/// A decoder with the cosines and sines of every position, `[context, HEAD_DIM]`.
+/// A decoder with the rotations of its positions.
 #[derive(Module, Debug)]
 struct Model {
     decoder: Decoder,
-    cos: Tensor<2>,
-    sin: Tensor<2>,
-    /// Index of the channel that each channel of a head is paired with, `[HEAD_DIM]`.
-    partners: Tensor<1, Int>,
+    rotary_emb: RotaryEmbedding,
 }
-
-/// Keys, then values, of each layer, `[batch, 2 * KV_HEADS, context, HEAD_DIM]`.
-type KvCache = Vec<Tensor<4>>;
 
 /// Tokens `[batch, 1]` and their position `[1]`.
 type Inputs = (Tensor<2, Int>, Tensor<1, Int>);
@@ -79,70 +73,43 @@ impl DecoderLayer {
         })
     }
 
+    /// Returns the hidden states after the layer, and its MLP's output, which is not added yet.
     fn forward(
         &self,
-        x: Tensor<3>,
-        cache: Tensor<4>,
-        position: &Position,
-    ) -> (Tensor<3>, Tensor<4>) {
-        let [batch, ..] = x.dims();
-        let normed = self.input_layernorm.forward(x.clone());
-        let heads = position.rotate(self.qkv_proj.forward(normed));
-        let written = heads.clone().narrow(1, HEADS, 2 * KV_HEADS);
-        let index = position.index.clone();
-        let cache = cache.select_assign(2, index, written, IndexingUpdateOp::Assign);
-        let [keys, values] = [0, KV_HEADS].map(|first| cache.clone().narrow(1, first, KV_HEADS));
-        // Queries that share a key head are rows of one product.
-        let query = heads
-            .reshape([batch, QKV_HEADS / QUERIES_PER_KV_HEAD, QUERIES_PER_KV_HEAD, HEAD_DIM])
-            .narrow(1, 0, KV_HEADS);
-        let [.., context] = position.causal_mask.dims();
-        let attn_weights = query.matmul(keys.transpose()).reshape([batch, HEADS, 1, context]);
-        // Expanded before the scale: the scale is then fused with the softmax, and the product is
-        // tuned alone.
-        let causal_mask = position.causal_mask.clone().expand(attn_weights.shape());
-        let attn_weights = attn_weights.mul_scalar((HEAD_DIM as f64).powf(-0.5));
-        let attn_weights = softmax(attn_weights.mask_fill(causal_mask, f32::NEG_INFINITY), 3);
-        let attn_weights = attn_weights.reshape([batch, KV_HEADS, QUERIES_PER_KV_HEAD, context]);
-        let attended = attn_weights.matmul(values).reshape([batch, 1, HIDDEN]);
-        let x = x + self.o_proj.forward(attended);
-        let gate_up = self.gate_up_proj.forward(self.post_attention_layernorm.forward(x.clone()));
+        hidden: Tensor<3>,
+        update: Option<Tensor<3>>,
+        cache: KvCache,
+        positions: &Positions,
+    ) -> ([Tensor<3>; 2], KvCache) {
+        let [batch, ..] = hidden.dims();
+        let norm = &self.input_layernorm;
+        let [hidden, normed] = match update {
+            Some(update) => add_rms_norm(hidden, update, norm.gamma.val(), norm.epsilon),
+            None => [hidden.clone(), rms_norm(hidden, norm.gamma.val(), norm.epsilon)],
+        };
+        let qkv = self.qkv_proj.forward(normed);
+        let heads = |first: usize, count: usize| {
+            let heads = qkv.clone().narrow(2, first * HEAD_DIM, count * HEAD_DIM);
+            heads.reshape([batch, 1, count, HEAD_DIM])
+        };
+        let queries = heads(0, HEADS);
+        let [keys, values] = [HEADS, HEADS + KV_HEADS].map(|first| heads(first, KV_HEADS));
+        let (attended, cache) = attention(queries, keys, values, Some(cache), positions);
+        let norm = &self.post_attention_layernorm;
+        let update = self.o_proj.forward(attended);
+        let [hidden, normed] = add_rms_norm(hidden, update, norm.gamma.val(), norm.epsilon);
+        let gate_up = self.gate_up_proj.forward(normed);
         let (gate, up) = (
             gate_up.clone().narrow(2, 0, INTERMEDIATE),
             gate_up.narrow(2, INTERMEDIATE, INTERMEDIATE),
         );
-        (x + self.down_proj.forward(silu(gate) * up), cache)
-    }
-}
-
-/// Inputs of a decode step that all layers share.
-struct Position {
-    index: Tensor<1, Int>,
-    /// Cosine for each channel of each head, `[1, QKV_HEADS, 1, HEAD_DIM]`; 1 for values.
-    cos: Tensor<4>,
-    sin: Tensor<4>,
-    partners: Tensor<1, Int>,
-    /// True for later positions, `[1, 1, 1, context]`.
-    causal_mask: Tensor<4, Bool>,
-}
-
-impl Position {
-    /// Splits heads `[batch, 1, QKV_HEADS * HEAD_DIM]` into `[batch, QKV_HEADS, 1, HEAD_DIM]`, and
-    /// rotates queries and keys.
-    fn rotate(&self, heads: Tensor<3>) -> Tensor<4> {
-        let [batch, ..] = heads.dims();
-        // Two tensors in the same memory: Burn fuses `select` with what follows only if nothing
-        // else there reads the tensor that it selects from.
-        let [heads, partners] =
-            [heads.clone(), heads].map(|heads| heads.reshape([batch, QKV_HEADS, 1, HEAD_DIM]));
-        let partners = partners.select(3, self.partners.clone());
-        heads * self.cos.clone() + partners * self.sin.clone()
+        ([hidden, self.down_proj.forward(swiglu(gate, up))], cache)
     }
 }
 
 impl Model {
     /// Creates a model layer by layer; each is packed before the next is created.
-    fn new(config: Option<&Fp4Config>, context: usize, device: &Device) -> (Self, [usize; 2]) {
+    fn new(config: Option<&Fp4Config>, positions: usize, device: &Device) -> (Self, [usize; 2]) {
         let mut bytes = [0, 0];
         let mut pack = |report: burn_fp4::Fp4Report| {
             bytes = [bytes[0] + report.bytes_before(), bytes[1] + report.bytes_after()];
@@ -162,53 +129,29 @@ impl Model {
         }
         let embed_tokens = in_bf16(EmbeddingConfig::new(VOCAB, HIDDEN).init(device));
         let norm = in_bf16(RmsNormConfig::new(HIDDEN).init(device));
-        let angles = |at: usize| {
-            (0..HEAD_DIM).map(move |i| {
-                at as f64 * 500_000f64.powf(-((i % (HEAD_DIM / 2)) as f64) / (HEAD_DIM / 2) as f64)
-            })
-        };
-        let table = |value: &dyn Fn(usize, f64) -> f64| {
-            let values: Vec<f32> = (0..context)
-                .flat_map(|at| angles(at).enumerate().map(|(i, angle)| value(i, angle) as f32))
-                .collect();
-            let values = TensorData::new(values, [context, HEAD_DIM]);
-            Tensor::<2>::from_data(values, device).cast(DType::BF16)
-        };
-        let cos = table(&|_, angle| angle.cos());
-        let sin = table(&|i, angle| if i < HEAD_DIM / 2 { -angle.sin() } else { angle.sin() });
-        let partners: Vec<_> =
-            (0..HEAD_DIM).map(|i| ((i + HEAD_DIM / 2) % HEAD_DIM) as i32).collect();
-        let partners = Tensor::from_data(TensorData::new(partners, [HEAD_DIM]), device);
+        let inv_freq = |pair: usize| 500_000f32.powf(-(pair as f32) / (HEAD_DIM / 2) as f32);
+        let inv_freq: Vec<_> = (0..HEAD_DIM / 2).map(inv_freq).collect();
+        let rotary_emb = RotaryEmbedding::new(&inv_freq, positions, device);
         let decoder = Decoder { embed_tokens, layers, norm, lm_head };
-        (Self { decoder, cos, sin, partners }, bytes)
+        (Self { decoder, rotary_emb }, bytes)
     }
 
     /// Runs a decode step.
-    fn step(&self, cache: KvCache, (tokens, position): Inputs) -> (KvCache, Outputs) {
-        let [context, _] = self.cos.dims();
-        let device = position.device();
-        let row = |table: &Tensor<2>, of_values: Tensor<4>| {
-            let row = table.clone().select(0, position.clone()).reshape([1, 1, 1, HEAD_DIM]);
-            Tensor::cat(vec![row.expand([1, HEADS + KV_HEADS, 1, HEAD_DIM]), of_values], 1)
-        };
-        let (values, place) = ([1, KV_HEADS, 1, HEAD_DIM], (&device, DType::BF16));
-        let positions = Tensor::<1, Int>::arange(0..context as i64, &device);
-        let causal_mask = positions.greater(position.clone().expand([context]));
-        let position = Position {
-            cos: row(&self.cos, Tensor::ones(values, place)),
-            sin: row(&self.sin, Tensor::zeros(values, place)),
-            partners: self.partners.clone(),
-            causal_mask: causal_mask.reshape([1, 1, 1, context]),
-            index: position,
-        };
-        let mut x = self.decoder.embed_tokens.forward(tokens);
+    fn step(&self, caches: Vec<KvCache>, (tokens, position): Inputs) -> (Vec<KvCache>, Outputs) {
+        let [_, _, context, _] = caches[0].keys.dims();
+        let positions = self.rotary_emb.at(position, context, DType::BF16);
+        let (mut hidden, mut update) = (self.decoder.embed_tokens.forward(tokens), None);
         let mut next = Vec::with_capacity(LAYERS);
-        for (layer, cache) in self.decoder.layers.iter().zip(cache) {
-            let (output, cache) = layer.forward(x, cache, &position);
-            x = output;
+        for (layer, cache) in self.decoder.layers.iter().zip(caches) {
+            let (output, cache) = layer.forward(hidden, update, cache, &positions);
+            let [sums, mlp] = output;
+            (hidden, update) = (sums, Some(mlp));
             next.push(cache);
         }
-        let logits = self.decoder.lm_head.forward(self.decoder.norm.forward(x));
+        let norm = &self.decoder.norm;
+        let update = update.expect("there are layers");
+        let [_, normed] = add_rms_norm(hidden, update, norm.gamma.val(), norm.epsilon);
+        let logits = self.decoder.lm_head.forward(normed);
         (next, (logits.clone(), logits.argmax(2)))
     }
 }
@@ -233,12 +176,8 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
             packed[0],
         );
         for (context, batch) in [(128, 1), (4096, 1), (128, 16), (4096, 16)] {
-            let model = Model {
-                cos: model.cos.clone().narrow(0, 0, context),
-                sin: model.sin.clone().narrow(0, 0, context),
-                ..model.clone()
-            };
-            let [launched, replayed] = token(arguments, &device, model, context, batch, name);
+            let [launched, replayed] =
+                token(arguments, &device, model.clone(), context, batch, name);
             if copy == 0.0 {
                 copy = launched;
             }
@@ -263,11 +202,9 @@ fn token(
     batch: usize,
     name: &str,
 ) -> [f64; 2] {
-    let zeros = || {
-        let shape = [batch, 2 * KV_HEADS, context, HEAD_DIM];
-        Tensor::<4>::zeros(shape, device).cast(DType::BF16)
-    };
-    let empty = || -> KvCache { (0..LAYERS).map(|_| zeros()).collect() };
+    let shape = [batch, KV_HEADS, context, HEAD_DIM];
+    let zeros = || KvCache::zeros(shape, DType::BF16, device);
+    let empty = || -> Vec<KvCache> { (0..LAYERS).map(|_| zeros()).collect() };
     let inputs = |at: usize| -> Inputs {
         let tokens = (0..batch).map(|i| ((at * 7919 + i * 104_729) % VOCAB) as i32).collect();
         let tokens = TensorData::new::<i32, _>(tokens, [batch, 1]);

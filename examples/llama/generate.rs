@@ -3,9 +3,10 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use burn::tensor::{DType, Device, Int, Tensor};
+use burn::module::Module;
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4::Replay;
-use burn_fp4::ops::{is_host, on_awake_threads};
+use burn_fp4::ops::{SampleOptions, is_host, on_awake_threads, sample};
 use serde::Serialize;
 
 use super::config::LlamaConfig;
@@ -33,21 +34,32 @@ pub struct Generated {
     pub replayed: bool,
 }
 
-/// For each sequence the token with the largest logit, or all logits where one is sampled.
-type StepOutput = (Option<Tensor<2, Int>>, Option<Tensor<2>>);
+/// The next tokens of all sequences, their positions, and a random value for each sequence if their
+/// successors are drawn.
+type StepInput = (Tensor<2, Int>, Tensor<1, Int>, Option<Tensor<1>>);
 
-/// Runs the model on the next tokens and their positions.
-fn step<L: Projection, const SAMPLED: bool>(
-    model: &Llama<L>,
-    kv_cache: KvCaches,
-    next: (Tensor<2, Int>, Tensor<1, Int>),
-) -> (KvCaches, StepOutput) {
-    let (kv_cache, logits) = model.forward_cached(kv_cache, next);
-    let output = match SAMPLED {
-        true => (None, Some(logits)),
-        false => (Some(logits.argmax(1)), None),
-    };
-    (kv_cache, output)
+/// A model, and how it draws tokens.
+#[derive(Module, Debug)]
+struct Generator<L: Module> {
+    model: Llama<L>,
+    #[module(skip)]
+    options: SampleOptions,
+}
+
+impl<L: Projection> Generator<L> {
+    /// Runs the model on the next tokens, and returns their successors, `[sequences, 1]`.
+    fn step(
+        &self,
+        kv_cache: KvCaches,
+        (tokens, positions, uniform): StepInput,
+    ) -> (KvCaches, Tensor<2, Int>) {
+        let (kv_cache, logits) = self.model.forward_cached(kv_cache, (tokens, positions));
+        let tokens = match uniform {
+            Some(uniform) => sample(logits, uniform, self.options),
+            None => logits.argmax(1),
+        };
+        (kv_cache, tokens)
+    }
 }
 
 /// Generates up to `max_new_tokens` tokens after a prompt, fewer if every sequence ends before.
@@ -89,27 +101,42 @@ fn generate_tokens<L: Projection>(
 ) -> Result<Generated> {
     let length = prompt.len() + max_new_tokens;
     let mut sequences = Sequences::new(config, sampling);
-    let step = if sampling.temperature > 0.0 { step::<L, true> } else { step::<L, false> };
+    let generator = Generator { model: model.clone(), options: sampling.options() };
 
     let start = Instant::now();
     let kv_cache = model.kv_cache(sampling.sequences, length);
     let tokens = tensor(&prompt.repeat(sampling.sequences), prompt.len(), device);
     let positions = Tensor::arange(0..prompt.len() as i64, device);
-    let mut replay = Replay::with_state(model.clone(), kv_cache, step);
-    sequences.push(replay.run_once((tokens, positions))?)?;
+    let mut replay = Replay::with_state(generator, kv_cache, Generator::step);
+    let uniform = sequences.uniform(device);
+    sequences.push(replay.run_once((tokens, positions, uniform))?)?;
     let prompt_seconds = start.elapsed().as_secs_f64();
 
     let (mut steps, mut start, mut tokens_before) = (0, Instant::now(), 0);
     let mut second_token_seconds = 0.0;
+    // The output of a step that the host has not read: the next step takes its tokens on the device,
+    // and runs while the host reads them.
+    let mut unread: Option<Tensor<2, Int>> = None;
     while steps + 1 < max_new_tokens && !sequences.all_ended() {
-        let last = tensor(&sequences.last_tokens(), 1, device);
+        let last = match &unread {
+            Some(tokens) => tokens.clone(),
+            None => tensor(&sequences.last_tokens(), 1, device),
+        };
         let position = Tensor::from_ints([(prompt.len() + steps) as i32], device);
-        sequences.push(replay.run((last, position))?)?;
+        let output = replay.run((last, position, sequences.uniform(device)))?;
+        let runs_ahead = steps > 0 && replay.is_graph();
+        let read = if runs_ahead { unread.replace(output) } else { Some(output) };
+        if let Some(output) = read {
+            sequences.push(output)?;
+        }
         steps += 1;
         if steps == 1 {
             second_token_seconds = start.elapsed().as_secs_f64();
             (start, tokens_before) = (Instant::now(), sequences.count());
         }
+    }
+    if let Some(output) = unread {
+        sequences.push(output)?;
     }
     let (seconds, timed_steps) = (start.elapsed().as_secs_f64(), steps.saturating_sub(1));
     let timed_tokens = sequences.count() - tokens_before;
@@ -140,21 +167,24 @@ impl<'a> Sequences<'a> {
     }
 
     /// Appends the next token of each sequence that has not ended.
-    fn push(&mut self, (greedy, logits): StepOutput) -> Result<()> {
-        let greedy = greedy.map(Tensor::try_into_data).transpose()?;
-        let mut next: Vec<u32> = greedy.iter().flat_map(|tokens| tokens.iter::<u32>()).collect();
-        if let Some(logits) = logits {
-            let [_, vocab_size] = logits.dims();
-            let logits: Vec<f32> = logits.cast(DType::F32).try_into_data()?.iter().collect();
-            let rows = logits.chunks_exact(vocab_size).zip(&mut self.randoms);
-            next = rows.map(|(logits, random)| self.sampling.sample(logits, random)).collect();
-        }
-        for (tokens, token) in self.tokens.iter_mut().zip(next) {
+    fn push(&mut self, next: Tensor<2, Int>) -> Result<()> {
+        let next = next.try_into_data()?;
+        for (tokens, token) in self.tokens.iter_mut().zip(next.iter::<u32>()) {
             if !ended(self.config, tokens) {
                 tokens.push(token);
             }
         }
         Ok(())
+    }
+
+    /// Returns a random value of `[0, 1)` for each sequence, if tokens are drawn.
+    fn uniform(&mut self, device: &Device) -> Option<Tensor<1>> {
+        const STEPS: usize = 1 << 24;
+        let uniform = |random: &mut Random| random.below(STEPS) as f32 / STEPS as f32;
+        let values: Vec<f32> = self.randoms.iter_mut().map(uniform).collect();
+        let count = values.len();
+        let values = || Tensor::from_data(TensorData::new(values, [count]), (device, DType::F32));
+        (self.sampling.temperature > 0.0).then(values)
     }
 
     fn all_ended(&self) -> bool {

@@ -270,7 +270,7 @@ fn both<A: Send, B: Send>(
     (first, second())
 }
 
-/// Applies a norm; on a CPU as one operation.
+/// Applies a norm as one operation, where the device has it.
 fn normalize<const D: usize>(norm: &RmsNorm, hidden: Tensor<D>) -> Tensor<D> {
     ops::rms_norm(hidden, norm.gamma.val(), norm.epsilon)
 }

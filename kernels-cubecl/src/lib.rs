@@ -29,6 +29,7 @@
 //! | `memory.rs` | checks of the length of device memory                                      |
 //! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
+//! | `decoder/`  | a decoder besides its matmuls: norms, and attention to a KV cache          |
 //! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA and WGMMA                 |
 //!
 //! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not
@@ -37,6 +38,7 @@
 #[cfg(feature = "cuda")]
 extern crate alloc;
 
+mod decoder;
 mod dequantize;
 mod fake_quantize;
 mod gptq;
@@ -60,6 +62,7 @@ mod tensor;
 mod tensor_amax;
 
 pub use cubecl;
+pub use decoder::{AttentionHandles, Normalized, SampleOptions, attend, rms_norm, sample};
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;
 pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};

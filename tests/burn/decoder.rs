@@ -1,4 +1,5 @@
-//! Operations of a decoder: on `flex` each is one operation, elsewhere they are tensor operations.
+//! Operations of a decoder: on `flex` each is one operation, on devices with kernels norms and the
+//! attention of a token are, elsewhere they are tensor operations.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -7,8 +8,10 @@ use burn::backend::{BackendTensor, DispatchTensorKind};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::Replay;
 use burn_fp4_ops::{
-    Int8Matrix, KvCache, RotaryEmbedding, add_rms_norm, attention, dense_matmul, rms_norm, swiglu,
+    Int8Matrix, KvCache, RotaryEmbedding, SampleOptions, add_rms_norm, attention, dense_matmul,
+    rms_norm, sample, swiglu,
 };
+use tests::engines::devices;
 use tests::tensors::{floats, random};
 
 /// Computes the same with the operations of `flex`, and with tensor operations, which other devices
@@ -78,6 +81,55 @@ fn attention_is_that_of_tensor_operations_with_and_without_a_cache() {
             found.extend([output.unsqueeze(), cache.keys].into_iter().flat_map(floats));
             found
         });
+    }
+}
+
+/// A prompt of three tokens, then one token at a time, from views, with a cache that the test holds
+/// for a while.
+#[test]
+fn every_device_decodes_as_flex_does() {
+    let compute = |device: &Device, dtype: DType| {
+        let values = |seed, count, heads| -> Tensor<4> {
+            random::<4>(seed, [2, heads, count, 16], device).swap_dims(1, 2).cast(dtype)
+        };
+        let rotary = RotaryEmbedding::new(&[1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.0], 9, device);
+        let mut cache = KvCache::zeros([2, 2, 8, 16], dtype, device);
+        let mut found = Vec::new();
+        let mut held: Option<(KvCache, Vec<f32>)> = None;
+        for (seed, (first, count)) in [(0, 3), (3, 1), (4, 1), (5, 1)].into_iter().enumerate() {
+            let seed = 10 * seed as u64;
+            let positions = Tensor::<1, Int>::arange(first..first + count as i64, device);
+            let positions = rotary.at(positions, 8, dtype);
+            let queries = values(seed, count, 6);
+            let [keys, new] = [1, 2].map(|at| values(seed + at, count, 2));
+            let (output, next) = attention(queries, keys, new, Some(cache), &positions);
+            let [hidden, update] = [3, 4].map(|at| values(seed + at, count, 6));
+            let weight = random::<1>(seed + 5, [16], device).cast(dtype);
+            found.extend(floats(rms_norm(hidden.clone(), weight.clone(), 1e-5)));
+            found.extend(add_rms_norm(hidden, update, weight, 1e-5).into_iter().flat_map(floats));
+            found.extend(floats(output));
+            if let Some((cache, before)) = held.take() {
+                assert_eq!(floats(cache.keys), before, "{device:?}: a held cache changed");
+            }
+            if first == 4 {
+                held = Some((next.clone(), floats(next.keys.clone())));
+            }
+            cache = next;
+        }
+        found.extend([cache.keys, cache.values].into_iter().flat_map(floats));
+        found
+    };
+    let expected = compute(&Device::flex(), DType::F32);
+    for (name, device, dtypes) in devices() {
+        for dtype in dtypes {
+            let tolerance = match dtype {
+                DType::F32 => 2e-5,
+                DType::F16 => 0.01,
+                _ => 0.08,
+            };
+            println!("{name} {dtype:?}");
+            assert_close(&compute(&device, dtype), &expected, tolerance);
+        }
     }
 }
 
@@ -201,7 +253,7 @@ fn a_kv_cache_is_updated_in_place_unless_it_is_held_elsewhere() {
 }
 
 #[test]
-fn a_replay_on_a_host_updates_its_kv_cache_in_place() {
+fn a_replay_updates_its_kv_cache_in_place() {
     type Inputs = ([Tensor<4>; 3], Tensor<1, Int>);
     let step = |rotary: &RotaryEmbedding, cache: KvCache, (heads, position): Inputs| {
         let [queries, keys, values] = heads;
@@ -228,7 +280,11 @@ fn a_replay_on_a_host_updates_its_kv_cache_in_place() {
         assert!(places.windows(2).all(|pair| pair[0] == pair[1]), "copied: {places:?}");
         found
     };
-    assert_close(&run(&Device::flex()), &run(&Device::ndarray()), 2e-5);
+    let expected = run(&Device::flex());
+    for (name, device, _) in devices() {
+        println!("{name}");
+        assert_close(&run(&device), &expected, 2e-5);
+    }
 }
 
 #[test]
@@ -248,4 +304,40 @@ fn an_int8_matrix_multiplies_by_its_values_on_every_path() {
     let nothing = matrix.product(Tensor::<2>::zeros([0, 96], &device));
     assert_eq!(nothing.dims(), [0, 300]);
     assert!(Int8Matrix::quantize(Tensor::zeros([2, 40], &device)).is_err());
+}
+
+/// Equal steps of uniform values draw each token as often as its probability says, and none that
+/// top-k or top-p leaves out.
+#[test]
+fn every_device_draws_tokens_by_their_probabilities() {
+    const DRAWS: usize = 200;
+    let row = [0.5f32, 2.0, -1.0, 1.5, 2.0, 0.0];
+    for (name, device, _) in devices() {
+        let draw = |options: SampleOptions| {
+            let logits = Tensor::<1>::from_floats(row, &device).unsqueeze::<2>();
+            let uniform: Vec<f32> = (0..DRAWS).map(|at| at as f32 / DRAWS as f32).collect();
+            let uniform = Tensor::<1>::from_floats(uniform.as_slice(), &device);
+            let tokens = sample(logits.repeat_dim(0, DRAWS), uniform, options);
+            assert_eq!(tokens.dims(), [DRAWS, 1], "{name}");
+            let mut counts = [0.0f64; 6];
+            tokens.into_data().iter::<i64>().for_each(|token| counts[token as usize] += 1.0);
+            counts.map(|count| count / DRAWS as f64)
+        };
+        let check = |options: SampleOptions, kept: &[usize]| {
+            let weight = |at: usize| f64::from(row[at] / options.temperature).exp();
+            let total: f64 = kept.iter().map(|&at| weight(at)).sum();
+            for (at, found) in draw(options).into_iter().enumerate() {
+                let expected = if kept.contains(&at) { weight(at) / total } else { 0.0 };
+                let far = (found - expected).abs();
+                assert!(far < 1.01 / DRAWS as f64, "{name} {options:?} {at}: {found} {expected}");
+            }
+        };
+        let all = SampleOptions { temperature: 0.8, top_k: None, top_p: None };
+        check(all, &[0, 1, 2, 3, 4, 5]);
+        // Both of the equal logits are the largest.
+        check(SampleOptions { top_k: Some(1), ..all }, &[1, 4]);
+        check(SampleOptions { top_k: Some(3), ..all }, &[1, 3, 4]);
+        check(SampleOptions { top_p: Some(0.7), ..all }, &[1, 3, 4]);
+        check(SampleOptions { top_k: Some(2), top_p: Some(0.6), ..all }, &[1, 4]);
+    }
 }

@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 
-use crate::devices::decoder::{DecoderBackend, has_decoder};
+use crate::devices::decoder::{HostDecoderBackend, has_host_decoder};
 use crate::devices::weight_data;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
@@ -59,7 +59,7 @@ impl Int8Matrix {
     /// Elsewhere it dequantizes the whole matrix for each call.
     #[must_use]
     pub fn multiplies_codes(device: &Device, dtype: DType) -> bool {
-        has_decoder(device, [dtype])
+        has_host_decoder(device, [dtype])
     }
 
     /// Multiplies an input `[.., K]` by the transpose: `[.., N]`. Sums are f32 where it

@@ -78,7 +78,8 @@ pub use burn_fp4_search::{
     TensorScaling,
 };
 pub use decoder::{
-    KvCache, Positions, RotaryEmbedding, add_rms_norm, attention, dense_matmul, rms_norm, swiglu,
+    KvCache, Positions, RotaryEmbedding, SampleOptions, add_rms_norm, attention, dense_matmul,
+    rms_norm, sample, swiglu,
 };
 #[cfg(feature = "cube")]
 pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};

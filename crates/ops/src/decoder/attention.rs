@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, IndexingUpdateOp, Tensor, TensorData};
 use burn_fp4_search::host::MAX_HEAD_DIM;
 
 use super::rope::Positions;
-use crate::devices::decoder::{DecoderBackend, has_decoder};
+use crate::devices::decoder::{DecoderBackend, attends};
 use crate::devices::weight_data;
 
 /// Rotated keys, and values, of an attention layer, by position:
@@ -91,11 +91,11 @@ pub fn attention(
     }
     let dtypes = [queries.dtype(), keys.dtype(), values.dtype()];
     let device = queries.device();
-    if !has_decoder(&device, dtypes) || head_dim > MAX_HEAD_DIM {
+    if !attends(&device, dtypes, tokens) || head_dim > MAX_HEAD_DIM {
         return by_tensor_operations(queries, keys, values, cache, positions);
     }
     let shape = [batch, kv_heads, tokens, head_dim];
-    let cache = cache.unwrap_or_else(|| KvCache::zeros(shape, DType::F32, &device));
+    let cache = cache.unwrap_or_else(|| KvCache::zeros(shape, queries.dtype(), &device));
     let (output, keys, values) = Dispatch::decoder_attention(
         queries.into_dispatch(),
         keys.into_dispatch(),

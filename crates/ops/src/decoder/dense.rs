@@ -3,7 +3,7 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use crate::devices::decoder::{DecoderBackend, has_decoder};
+use crate::devices::decoder::{HostDecoderBackend, has_host_decoder};
 
 /// Multiplies an input `[.., K]` by a dense weight `[K, N]`, in either order of memory. A single
 /// row in f32 on `flex` is multiplied by all threads, where Burn's product has one.
@@ -30,7 +30,7 @@ pub fn dense_matmul<const D: usize>(input: Tensor<D>, weight: Tensor<2>) -> Tens
         return burn::tensor::module::linear(input, weight, None);
     }
     let input = input.reshape([1, channels]);
-    let product: Tensor<2> = if has_decoder(&input.device(), [input.dtype(), weight.dtype()]) {
+    let product: Tensor<2> = if has_host_decoder(&input.device(), [input.dtype(), weight.dtype()]) {
         let (input, weight) = (input.into_dispatch(), weight.into_dispatch());
         Tensor::from_dispatch(Dispatch::decoder_gemv(input, weight))
     } else {

@@ -1,8 +1,9 @@
 //! Operations of a decoder besides its quantized products.
 //!
 //! On `flex` in f32 each is one operation that writes to the memory of its inputs where nothing
-//! else reads it. On every other device, and where a pass is recorded or differentiated, each is
-//! the tensor operations that its documentation names.
+//! else reads it. On devices with kernels norms are one kernel, and attention of one new token of
+//! each sequence is two. On every other device, and where a pass is recorded or differentiated,
+//! each is the tensor operations that its documentation names.
 //!
 //! | file           | contents                                                            |
 //! |----------------|---------------------------------------------------------------------|
@@ -11,15 +12,18 @@
 //! | `dense.rs`     | [`dense_matmul`]: one row times a dense weight                      |
 //! | `rope.rs`      | [`RotaryEmbedding`] and [`Positions`]: what layers share            |
 //! | `attention.rs` | [`attention`] to a [`KvCache`] in place                             |
+//! | `sample.rs`    | [`sample`]: draws the next token from logits                        |
 
 mod attention;
 mod dense;
 mod norm;
 mod rope;
+mod sample;
 mod swiglu;
 
 pub use attention::{KvCache, attention};
 pub use dense::dense_matmul;
 pub use norm::{add_rms_norm, rms_norm};
 pub use rope::{Positions, RotaryEmbedding};
+pub use sample::{SampleOptions, sample};
 pub use swiglu::swiglu;

@@ -3,7 +3,7 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
 
-use crate::devices::decoder::{DecoderBackend, has_decoder};
+use crate::devices::decoder::{DecoderBackend, decoder_code};
 
 /// Normalizes along the last axis: `x / sqrt(mean(x^2) + epsilon) * weight`, as Burn's
 /// [`RmsNorm`](burn::nn::RmsNorm). The mean and the root are f32.
@@ -25,7 +25,7 @@ use crate::devices::decoder::{DecoderBackend, has_decoder};
 pub fn rms_norm<const D: usize>(input: Tensor<D>, weight: Tensor<1>, epsilon: f64) -> Tensor<D> {
     assert_eq!(weight.dims(), [input.dims()[D - 1]], "RMSNorm: length of the weight");
     let dtype = input.dtype();
-    if has_decoder(&input.device(), [dtype, weight.dtype()]) {
+    if decoder_code(&input.device(), [dtype, weight.dtype()]).is_some() {
         let (input, weight) = (input.into_dispatch(), weight.into_dispatch());
         return Tensor::from_dispatch(Dispatch::decoder_rms_norm(input, weight, epsilon));
     }
@@ -60,7 +60,8 @@ pub fn add_rms_norm<const D: usize>(
 ) -> [Tensor<D>; 2] {
     assert_eq!(hidden.dims(), update.dims(), "RMSNorm: shape of the update");
     assert_eq!(weight.dims(), [hidden.dims()[D - 1]], "RMSNorm: length of the weight");
-    if has_decoder(&hidden.device(), [hidden.dtype(), update.dtype(), weight.dtype()]) {
+    let dtypes = [hidden.dtype(), update.dtype(), weight.dtype()];
+    if decoder_code(&hidden.device(), dtypes).is_some() {
         let (hidden, update) = (hidden.into_dispatch(), update.into_dispatch());
         let weight = weight.into_dispatch();
         let (hidden, normalized) = Dispatch::decoder_add_rms_norm(hidden, update, weight, epsilon);

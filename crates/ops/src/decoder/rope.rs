@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use burn::module::Module;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-use crate::devices::decoder::has_decoder;
+use crate::devices::decoder::attends;
 
 /// Cosines and sines of every position, `[positions, head_dim / 2]`.
 #[derive(Module, Debug)]
@@ -41,7 +41,8 @@ impl RotaryEmbedding {
     /// `dtype`.
     #[must_use]
     pub fn at(&self, positions: Tensor<1, Int>, keys: usize, dtype: DType) -> Positions {
-        let own_operations = has_decoder(&positions.device(), [dtype]);
+        let [tokens] = positions.dims();
+        let own_operations = attends(&positions.device(), [dtype], tokens);
         let Self { cos, sin, partners } = self.clone();
         let prepared =
             Positions { positions, keys, dtype, cos, sin, partners, rows: OnceLock::new() };

@@ -1,18 +1,61 @@
-//! [`DecoderBackend`]: operations of a decoder, on devices with code of their own for them.
+//! [`DecoderBackend`] and [`HostDecoderBackend`]: operations of a decoder, on devices with code of
+//! their own for them.
 
 // Without any device the macro's dispatch uses none of the arguments.
-#![cfg_attr(not(feature = "flex"), allow(unused_variables))]
+#![cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused_variables))]
 
+#[cfg(feature = "cube")]
+use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, backend_extension};
+use burn::backend::{Backend, DispatchDevice, backend_extension};
+#[cfg(feature = "cube")]
+use burn::tensor::Shape;
 use burn::tensor::{DType, Device};
 
-/// Returns true if a device has these operations for tensors of these dtypes. A device that
-/// differentiates or records has none.
-pub(crate) fn has_decoder<const N: usize>(device: &Device, dtypes: [DType; N]) -> bool {
+#[cfg(feature = "cube")]
+use super::cube::device::has_kernels;
+#[cfg(feature = "cube")]
+use crate::decoder::SampleOptions;
+
+/// Code of a device for these operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DecoderCode {
+    /// Functions on host memory: every operation.
     #[cfg(feature = "flex")]
-    return matches!(device.as_dispatch(), burn::backend::DispatchDevice::Flex(_))
-        && dtypes == [DType::F32; N];
+    Host,
+    /// Kernels: those of [`DecoderBackend`], attention for one token of each sequence.
+    #[cfg(feature = "cube")]
+    Kernels,
+}
+
+/// Returns a device's code for tensors of these dtypes: f32 on hosts, one float dtype in kernels. A
+/// device that differentiates or records has none.
+pub(crate) fn decoder_code<const N: usize>(
+    device: &Device,
+    dtypes: [DType; N],
+) -> Option<DecoderCode> {
+    match device.as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) if dtypes == [DType::F32; N] => Some(DecoderCode::Host),
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(device) if has_kernels(device) => {
+            let one = dtypes.iter().all(|dtype| *dtype == dtypes[0]);
+            let float = [DType::F32, DType::F16, DType::BF16].contains(&dtypes[0]);
+            (one && float).then_some(DecoderCode::Kernels)
+        }
+        #[allow(unreachable_patterns)]
+        _ => {
+            let _ = dtypes;
+            None
+        }
+    }
+}
+
+/// Returns true if a device has the operations of [`HostDecoderBackend`] for tensors of these
+/// dtypes.
+pub(crate) fn has_host_decoder<const N: usize>(device: &Device, dtypes: [DType; N]) -> bool {
+    #[cfg(feature = "flex")]
+    return decoder_code(device, dtypes) == Some(DecoderCode::Host);
     #[cfg(not(feature = "flex"))]
     {
         let _ = (device, dtypes);
@@ -20,10 +63,25 @@ pub(crate) fn has_decoder<const N: usize>(device: &Device, dtypes: [DType; N]) -
     }
 }
 
-/// Operations of a decoder. Callers check shapes, dtypes (f32) and the device.
-#[backend_extension(Flex: cfg(feature = "flex"))]
+/// Returns true if one operation of a device attends for these many tokens of each sequence, in
+/// tensors of these dtypes.
+pub(crate) fn attends<const N: usize>(device: &Device, dtypes: [DType; N], tokens: usize) -> bool {
+    match decoder_code(device, dtypes) {
+        #[cfg(feature = "cube")]
+        Some(DecoderCode::Kernels) => tokens == 1,
+        code => code.is_some(),
+    }
+}
+
+/// Operations of a decoder on hosts and in kernels. Callers check shapes, dtypes and the device.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "cube")
+)]
 pub(crate) trait DecoderBackend: Backend {
     /// Normalizes along the last axis, with a weight of its length.
+    #[fusion(dtype = input, shape = input)]
     fn decoder_rms_norm(
         input: FloatTensor<Self>,
         weight: FloatTensor<Self>,
@@ -31,6 +89,7 @@ pub(crate) trait DecoderBackend: Backend {
     ) -> FloatTensor<Self>;
 
     /// Adds an update: the sums, and the normalized sums.
+    #[fusion(meta = |hidden, _update, _weight, _epsilon| (hidden.clone(), hidden.clone()))]
     fn decoder_add_rms_norm(
         hidden: FloatTensor<Self>,
         update: FloatTensor<Self>,
@@ -38,12 +97,10 @@ pub(crate) trait DecoderBackend: Backend {
         epsilon: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// Computes `silu(gate) * up`.
-    fn decoder_swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self>;
-
     /// Rotates queries and keys, updates a KV cache at `positions` and attends: the outputs, in the
     /// shape of the queries, and the cache.
     #[allow(clippy::too_many_arguments)]
+    #[fusion(meta = attention_metadata)]
     fn decoder_attention(
         queries: FloatTensor<Self>,
         keys: FloatTensor<Self>,
@@ -54,6 +111,27 @@ pub(crate) trait DecoderBackend: Backend {
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+}
+
+/// Draws tokens in kernels.
+#[cfg(feature = "cube")]
+#[backend_extension(Cube, Fusion)]
+pub(crate) trait SampleBackend: Backend {
+    /// Draws a token `[rows, 1]` in i32 for each row of logits `[rows, vocab_size]`, given uniform
+    /// values `[rows]` in f32.
+    #[fusion(dtype = DType::I32, shape = Shape::new([logits[0], 1]))]
+    fn decoder_sample(
+        logits: FloatTensor<Self>,
+        uniform: FloatTensor<Self>,
+        options: SampleOptions,
+    ) -> IntTensor<Self>;
+}
+
+/// Operations of a decoder on hosts. Callers check shapes, dtypes (f32) and the device.
+#[backend_extension(Flex: cfg(feature = "flex"))]
+pub(crate) trait HostDecoderBackend: Backend {
+    /// Computes `silu(gate) * up`.
+    fn decoder_swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Multiplies one row `[1, K]` by a weight `[K, N]`, row-major or transposed.
     fn decoder_gemv(input: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self>;
@@ -65,4 +143,20 @@ pub(crate) trait DecoderBackend: Backend {
         codes: IntTensor<Self>,
         scales: FloatTensor<Self>,
     ) -> FloatTensor<Self>;
+}
+
+/// Returns the outputs of [`DecoderBackend::decoder_attention`].
+#[cfg(feature = "cube")]
+#[allow(clippy::too_many_arguments)]
+fn attention_metadata(
+    queries: &TensorSpec,
+    _keys: &TensorSpec,
+    _values: &TensorSpec,
+    key_cache: &TensorSpec,
+    value_cache: &TensorSpec,
+    _cos: &TensorSpec,
+    _sin: &TensorSpec,
+    _positions: &TensorSpec,
+) -> (TensorSpec, TensorSpec, TensorSpec) {
+    (queries.clone(), key_cache.clone(), value_cache.clone())
 }

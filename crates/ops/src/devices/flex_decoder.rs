@@ -6,7 +6,7 @@ use burn::tensor::{DType, Shape, read_sync};
 use burn_flex::FlexTensor;
 use burn_fp4_search::host::{self, AttentionShape, Int8Weight, Rotary};
 
-use super::decoder::DecoderBackend;
+use super::decoder::{DecoderBackend, HostDecoderBackend};
 
 const CHECKED: &str = "callers check shapes and dtypes";
 
@@ -30,12 +30,6 @@ impl DecoderBackend for Flex {
         let (sums, normalized) = (values_mut(&mut hidden), values_mut(&mut update));
         host::add_rms_norm(sums, normalized, values(&weight), epsilon as f32).expect(CHECKED);
         (hidden, update)
-    }
-
-    fn decoder_swiglu(gate: FlexTensor, up: FlexTensor) -> FlexTensor {
-        let (mut gate, up) = (contiguous(gate), contiguous(up));
-        host::swiglu(values_mut(&mut gate), values(&up)).expect(CHECKED);
-        gate
     }
 
     fn decoder_attention(
@@ -69,6 +63,14 @@ impl DecoderBackend for Flex {
         )
         .unwrap_or_else(|error| panic!("attention: {error}"));
         (queries, key_cache, value_cache)
+    }
+}
+
+impl HostDecoderBackend for Flex {
+    fn decoder_swiglu(gate: FlexTensor, up: FlexTensor) -> FlexTensor {
+        let (mut gate, up) = (contiguous(gate), contiguous(up));
+        host::swiglu(values_mut(&mut gate), values(&up)).expect(CHECKED);
+        gate
     }
 
     fn decoder_gemv(input: FlexTensor, weight: FlexTensor) -> FlexTensor {

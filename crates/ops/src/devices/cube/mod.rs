@@ -3,6 +3,7 @@
 //! | file               | what it holds                                                          |
 //! |--------------------|------------------------------------------------------------------------|
 //! | `mod.rs`           | [`Fp4Backend`] of Cube devices                                         |
+//! | `decoder.rs`       | norms and attention of a decoder                                       |
 //! | `matmul.rs`        | products straight from the codes                                       |
 //! | `prefetch.rs`      | the weight that a product of a captured graph prefetches               |
 //! | `deterministic.rs` | products and sums with fixed, not autotuned, kernels                   |
@@ -10,6 +11,7 @@
 //! | `graph/`           | passes captured as CUDA graphs                                         |
 //! | `device.rs`        | devices with kernels; tensors in the form that kernels take            |
 
+mod decoder;
 mod deterministic;
 pub(crate) mod device;
 pub(crate) mod graph;

@@ -1,0 +1,487 @@
+//! Attention of one new token of each sequence to a KV cache, split along the cache
+//! (flash-decoding, as in the paper of Dao and others, 2023).
+//!
+//! ```text
+//! a cube takes a tile of positions of a sequence and a key head, for the query heads that share it:
+//!     the cube of the token's own position rotates the new key, and writes it and the new value
+//!     rotate the queries
+//!     load the keys and the values of the tile, a vector of channels per unit and step
+//!     scores[query][position] = the products of the vectors of a position, in order of channels
+//!     weights = exp(scores - their maximum); keep the maximum and the sum
+//!     output[query] = weights x values: a unit adds its positions, then the units are added in order
+//! a cube takes a query head:
+//!     scale the outputs of the tiles to one maximum, add them in order, divide by the sum
+//! ```
+//!
+//! Tiles beyond the token's position do nothing. All arithmetic is f32, in an order that depends
+//! only on shape, dtype and device.
+
+use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM};
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+
+use crate::memory::check_memory;
+use crate::plan::{Capability, Dtype, Refusal};
+
+/// Operands of [`attend`], contiguous.
+#[derive(Debug, Clone)]
+pub struct AttentionHandles {
+    /// `[batch, 1, heads, head_dim]`, before RoPE.
+    pub queries: Handle,
+    /// `[batch, 1, kv_heads, head_dim]`, before RoPE.
+    pub keys: Handle,
+    /// In the shape of the keys.
+    pub values: Handle,
+    /// `[batch, kv_heads, capacity, head_dim]`, after RoPE; written at the position.
+    pub key_cache: Handle,
+    /// In the shape of the cached keys; written at the position.
+    pub value_cache: Handle,
+    /// Cosines of RoPE, f32 `[positions, head_dim / 2]`.
+    pub cos: Handle,
+    /// Sines of RoPE, in the shape of the cosines.
+    pub sin: Handle,
+    /// Position of the token, i32 `[1]`. One beyond the cache or RoPE counts as the last.
+    pub position: Handle,
+}
+
+/// Writes the keys and values of one token of each sequence into a KV cache, and attends to all
+/// positions up to it. Returns the outputs in the shape of the queries. All operands but RoPE and
+/// the position have one dtype. `positions` is the number of rows of RoPE.
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+pub fn attend(
+    client: &Client,
+    device: &Capability,
+    operands: AttentionHandles,
+    shape: AttentionShape,
+    positions: usize,
+    dtype: Dtype,
+) -> Result<Handle, Refusal> {
+    let AttentionShape { batch, heads, kv_heads, capacity, head_dim, .. } = shape;
+    let plan = Plan::new(&shape, dtype, device)?;
+    let query_bytes = batch * heads * head_dim * dtype.size();
+    let key_bytes = batch * kv_heads * head_dim * dtype.size();
+    let AttentionHandles { queries, keys, values, key_cache, value_cache, cos, sin, position } =
+        &operands;
+    check_memory("queries", queries, query_bytes)?;
+    check_memory("keys", keys, key_bytes)?;
+    check_memory("values", values, key_bytes)?;
+    check_memory("cached keys", key_cache, capacity * key_bytes)?;
+    check_memory("cached values", value_cache, capacity * key_bytes)?;
+    check_memory("cosines", cos, 4 * positions * head_dim / 2)?;
+    check_memory("sines", sin, 4 * positions * head_dim / 2)?;
+    check_memory("position", position, 4)?;
+    let room = capacity.min(positions);
+    if room == 0 {
+        return Err(Refusal::Mismatch { what: "positions of the KV cache", expected: 1, found: 0 });
+    }
+    let output = client.empty(query_bytes);
+    if query_bytes > 0 {
+        let launch = match dtype {
+            Dtype::F32 => launch::<f32>,
+            Dtype::F16 => launch::<f16>,
+            Dtype::Bf16 => launch::<bf16>,
+        };
+        launch(client, operands, output.clone(), shape, plan, room as u32 - 1);
+    }
+    Ok(output)
+}
+
+/// Values in f32 that a cube keeps in shared memory, besides queries and weights.
+const SHARED: u32 = 8192;
+
+/// Sizes of the attention of a cube.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Plan {
+    /// Units of a cube.
+    units: u32,
+    plane: u32,
+    /// Positions of a cube.
+    tile: u32,
+    /// Query heads of a cube; they share a key head.
+    queries: u32,
+    /// Cubes per key head.
+    groups: u32,
+    head_dim: u32,
+    /// Channels of a vector.
+    vector: u32,
+}
+
+impl Plan {
+    /// # Errors
+    /// [`Refusal::Mismatch`] if heads do not divide, or a head has an odd number of channels or too
+    /// many.
+    fn new(
+        shape: &AttentionShape,
+        dtype: Dtype,
+        &Capability { plane, .. }: &Capability,
+    ) -> Result<Self, Refusal> {
+        let &AttentionShape { tokens, heads, kv_heads, head_dim, .. } = shape;
+        let mismatch = |what, expected, found| Err(Refusal::Mismatch { what, expected, found });
+        if tokens != 1 {
+            return mismatch("tokens of attention", 1, tokens);
+        }
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return mismatch("query heads", kv_heads, heads);
+        }
+        if head_dim == 0 || !head_dim.is_multiple_of(2) || head_dim > MAX_HEAD_DIM {
+            return mismatch("channels of a head", MAX_HEAD_DIM, head_dim);
+        }
+        let widest = 16 / dtype.size() as u32;
+        let head_dim = head_dim as u32;
+        // Channels of the two halves of a head are in different vectors.
+        let fits = |vector: &u32| head_dim.is_multiple_of(2 * vector);
+        let vector = [8, 4, 2, 1].into_iter().filter(|&width| width <= widest).find(fits);
+        let vector = vector.unwrap_or(1);
+        let of_key_head = (heads / kv_heads) as u32;
+        let queries = (1..=8).rev().find(|&queries| of_key_head.is_multiple_of(queries));
+        let queries = queries.unwrap_or(1);
+        let columns = head_dim / vector;
+        // Barriers are slow where there are no planes.
+        let most_units = if plane > 1 { 256 } else { 16 };
+        let units = (SHARED / (vector * queries)).min(most_units).max(columns);
+        // A power of two, so that planes are whole.
+        let units = units.next_power_of_two();
+        let most_tile = if plane > 1 { 64 } else { 8 };
+        let tile = (SHARED / (columns * queries)).min(most_tile);
+        Ok(Self { units, plane, tile, queries, groups: of_key_head / queries, head_dim, vector })
+    }
+
+    /// Vectors of a head.
+    const fn columns(&self) -> u32 {
+        self.head_dim / self.vector
+    }
+
+    /// Positions that the units of a cube load at a time.
+    const fn step(&self) -> u32 {
+        self.units / self.columns()
+    }
+}
+
+fn launch<F: Float>(
+    client: &Client,
+    operands: AttentionHandles,
+    output: Handle,
+    shape: AttentionShape,
+    plan: Plan,
+    last: u32,
+) {
+    let AttentionShape { batch, heads, kv_heads, capacity, head_dim, .. } = shape;
+    let vector = plan.vector as usize;
+    let columns = head_dim / vector;
+    let tiles = capacity.div_ceil(plan.tile as usize);
+    let outputs = batch * heads * tiles;
+    let partial = client.empty(4 * outputs * head_dim);
+    let softmax = client.empty(8 * outputs);
+    let AttentionHandles { queries, keys, values, key_cache, value_cache, cos, sin, position } =
+        operands;
+    // `last` is the last position of both tables.
+    let angles = (last as usize + 1) * head_dim / 2;
+    // SAFETY: the lengths are those of the shape, which memory was checked for, and positions
+    // beyond `last` count as `last`. The second kernel reads what the first has written.
+    unsafe {
+        attend_kernel::launch_unchecked::<F>(
+            client,
+            CubeCount::Static(tiles as u32, kv_heads as u32 * plan.groups, batch as u32),
+            CubeDim::new_1d(plan.units),
+            vector,
+            BufferArg::from_raw_parts(queries, batch * heads * columns),
+            BufferArg::from_raw_parts(keys, batch * kv_heads * columns),
+            BufferArg::from_raw_parts(values, batch * kv_heads * columns),
+            BufferArg::from_raw_parts(key_cache, batch * kv_heads * capacity * columns),
+            BufferArg::from_raw_parts(value_cache, batch * kv_heads * capacity * columns),
+            BufferArg::from_raw_parts(cos, angles),
+            BufferArg::from_raw_parts(sin, angles),
+            BufferArg::from_raw_parts(position.clone(), 1),
+            BufferArg::from_raw_parts(partial.clone(), outputs * head_dim),
+            BufferArg::from_raw_parts(softmax.clone(), 2 * outputs),
+            capacity as u32,
+            last,
+            plan,
+        );
+        combine_kernel::launch_unchecked::<F>(
+            client,
+            CubeCount::Static(heads as u32, batch as u32, 1),
+            CubeDim::new_1d(plan.head_dim.next_power_of_two()),
+            BufferArg::from_raw_parts(partial, outputs * head_dim),
+            BufferArg::from_raw_parts(softmax, 2 * outputs),
+            BufferArg::from_raw_parts(position, 1),
+            BufferArg::from_raw_parts(output, batch * heads * head_dim),
+            tiles as u32,
+            last,
+            plan,
+        );
+    }
+}
+
+/// Returns the token's position, at most `last`.
+#[cube]
+fn position_of(position: &[i32], last: u32) -> u32 {
+    min(u32::cast_from(max(position[0], 0i32)), last)
+}
+
+/// Rotates the channels of a vector of the first half of a head and of its partner, in f32.
+#[cube]
+fn rotated<F: Float, N: Size>(
+    first: Vector<F, N>,
+    second: Vector<F, N>,
+    cos: &[f32],
+    sin: &[f32],
+    angle: u32,
+    #[comptime] vector: u32,
+) -> (Array<f32>, Array<f32>) {
+    let mut low = Array::<f32>::new(comptime!(vector as usize));
+    let mut high = Array::<f32>::new(comptime!(vector as usize));
+    #[unroll]
+    for index in 0..comptime!(vector as usize) {
+        let at = (angle + comptime!(index as u32)) as usize;
+        let (cos, sin) = (cos[at], sin[at]);
+        let (left, right) =
+            (f32::cast_from(first.extract(index)), f32::cast_from(second.extract(index)));
+        low[index] = left * cos - right * sin;
+        high[index] = right * cos + left * sin;
+    }
+    (low, high)
+}
+
+/// Rounds values to a vector.
+#[cube]
+fn to_vector<F: Float, N: Size>(values: &Array<f32>, #[comptime] vector: u32) -> Vector<F, N> {
+    let mut rounded = Vector::<F, N>::empty();
+    #[unroll]
+    for index in 0..comptime!(vector as usize) {
+        rounded.insert(index, F::cast_from(values[index]));
+    }
+    rounded
+}
+
+/// Runs the first loop at the head of this file.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments, clippy::too_many_lines, reason = "shared memory of a cube")]
+fn attend_kernel<F: Float, N: Size>(
+    queries: &[Vector<F, N>],
+    keys: &[Vector<F, N>],
+    values: &[Vector<F, N>],
+    key_cache: &mut [Vector<F, N>],
+    value_cache: &mut [Vector<F, N>],
+    cos: &[f32],
+    sin: &[f32],
+    position: &[i32],
+    partial: &mut [f32],
+    softmax: &mut [f32],
+    capacity: u32,
+    last: u32,
+    #[comptime] plan: Plan,
+) {
+    let Plan { units, plane, tile, queries: rows, groups, head_dim, vector } = comptime!(plan);
+    let columns = comptime!(plan.columns());
+    let half = comptime!(plan.columns() / 2);
+    let step = comptime!(plan.step());
+    let steps = comptime!(tile.div_ceil(step));
+    let position = position_of(position, last);
+    let start = CUBE_POS_X * tile;
+    if start > position {
+        terminate!();
+    }
+    let (kv_head, group) = (CUBE_POS_Y / groups, CUBE_POS_Y % groups);
+    let key_head = CUBE_POS_Z * (CUBE_COUNT_Y / groups) + kv_head;
+    let cached = key_head * capacity * columns;
+    let angles = position * comptime!(head_dim / 2);
+
+    if position - start < tile {
+        if UNIT_POS < half {
+            let at = key_head * columns + UNIT_POS;
+            let (first, second) = (keys[at as usize], keys[(at + half) as usize]);
+            let (low, high) =
+                rotated::<F, N>(first, second, cos, sin, angles + UNIT_POS * vector, vector);
+            let to = cached + position * columns + UNIT_POS;
+            key_cache[to as usize] = to_vector::<F, N>(&low, vector);
+            key_cache[(to + half) as usize] = to_vector::<F, N>(&high, vector);
+        }
+        if UNIT_POS < columns {
+            let to = cached + position * columns + UNIT_POS;
+            value_cache[to as usize] = values[(key_head * columns + UNIT_POS) as usize];
+        }
+        sync_cube();
+    }
+
+    // Units beyond whole positions repeat the last one's loads, and store nothing.
+    let column = UNIT_POS % columns;
+    let place = UNIT_POS / columns;
+    let mut loaded_keys = Array::<Vector<F, N>>::new(comptime!(steps as usize));
+    let mut loaded_values = Array::<Vector<F, N>>::new(comptime!(steps as usize));
+    #[unroll]
+    for index in 0..steps {
+        let at = min(start + place + comptime!(index * step), position);
+        let from = (cached + at * columns + column) as usize;
+        loaded_keys[index as usize] = key_cache[from];
+        loaded_values[index as usize] = value_cache[from];
+    }
+
+    let first_query =
+        (CUBE_POS_Z * (CUBE_COUNT_Y / groups) + kv_head) * comptime!(groups * rows) + group * rows;
+    let scale = 1.0f32 / f32::cast_from(head_dim).sqrt();
+    let mut rotated_queries = Shared::<[f32]>::new_slice(comptime!((rows * head_dim) as usize));
+    let mut at = UNIT_POS;
+    while at < comptime!(rows * half) {
+        let (row, pair) = (at / half, at % half);
+        let from = (first_query + row) * columns + pair;
+        let (first, second) = (queries[from as usize], queries[(from + half) as usize]);
+        let (low, high) = rotated::<F, N>(first, second, cos, sin, angles + pair * vector, vector);
+        #[unroll]
+        for index in 0..vector {
+            let to = row * head_dim + pair * vector + index;
+            rotated_queries[to as usize] = low[index as usize] * scale;
+            rotated_queries[(to + comptime!(head_dim / 2)) as usize] = high[index as usize] * scale;
+        }
+        at += units;
+    }
+    sync_cube();
+
+    // First the products of columns, then the outputs of units.
+    let most =
+        comptime!(if columns * tile > step * head_dim { columns * tile } else { step * head_dim });
+    let mut shared = Shared::<[f32]>::new_slice(comptime!((rows * most) as usize));
+    #[unroll]
+    for index in 0..steps {
+        let in_tile = place + comptime!(index * step);
+        let key = loaded_keys[index as usize];
+        #[unroll]
+        for row in 0..rows {
+            let mut product = 0.0f32.runtime();
+            #[unroll]
+            for channel in 0..comptime!(vector as usize) {
+                let query = rotated_queries
+                    [(comptime!(row * head_dim) + column * vector + channel as u32) as usize];
+                product = fma(query, f32::cast_from(key.extract(channel)), product);
+            }
+            if place < step && in_tile < tile {
+                shared[((column * rows + row) * tile + in_tile) as usize] = product;
+            }
+        }
+    }
+    sync_cube();
+
+    let count = min(position + 1 - start, tile);
+    let tiles = CUBE_COUNT_X;
+    let mut weights = Shared::<[f32]>::new_slice(comptime!((rows * tile) as usize));
+    let lane = UNIT_POS % plane;
+    let mut row = UNIT_POS / plane;
+    while row < rows {
+        let mut largest = f32::min_value();
+        let mut at = lane;
+        while at < count {
+            let mut score = 0.0f32.runtime();
+            #[unroll]
+            for column in 0..columns {
+                score += shared[((column * rows + row) * tile + at) as usize];
+            }
+            weights[(row * tile + at) as usize] = score;
+            largest = max(largest, score);
+            at += plane;
+        }
+        if comptime!(plane > 1) {
+            largest = plane_max(largest);
+        }
+        let mut sum = 0.0f32.runtime();
+        let mut at = lane;
+        while at < tile {
+            let mut weight = 0.0f32.runtime();
+            if at < count {
+                weight = (weights[(row * tile + at) as usize] - largest).exp();
+            }
+            weights[(row * tile + at) as usize] = weight;
+            sum += weight;
+            at += plane;
+        }
+        if comptime!(plane > 1) {
+            sum = plane_sum(sum);
+        }
+        if lane == 0u32 {
+            let to = 2 * ((first_query + row) * tiles + CUBE_POS_X);
+            softmax[to as usize] = largest;
+            softmax[(to + 1) as usize] = sum;
+        }
+        row += comptime!(units / plane);
+    }
+    sync_cube();
+
+    #[unroll]
+    for row in 0..rows {
+        let mut sums = Array::<f32>::new(comptime!(vector as usize));
+        #[unroll]
+        for channel in 0..vector {
+            sums[channel as usize] = 0.0f32.runtime();
+        }
+        #[unroll]
+        for index in 0..steps {
+            let in_tile = min(place + comptime!(index * step), comptime!(tile - 1));
+            let mut weight = weights[(comptime!(row * tile) + in_tile) as usize];
+            if place + comptime!(index * step) >= tile {
+                weight = 0.0f32.runtime();
+            }
+            let value = loaded_values[index as usize];
+            #[unroll]
+            for channel in 0..comptime!(vector as usize) {
+                sums[channel] = fma(weight, f32::cast_from(value.extract(channel)), sums[channel]);
+            }
+        }
+        if place < step {
+            #[unroll]
+            for channel in 0..vector {
+                let to = (place * rows + row) * head_dim + column * vector + channel;
+                shared[to as usize] = sums[channel as usize];
+            }
+        }
+    }
+    sync_cube();
+
+    let mut at = UNIT_POS;
+    while at < comptime!(rows * head_dim) {
+        let mut sum = shared[at as usize];
+        #[unroll]
+        for place in 1..step {
+            sum += shared[(comptime!(place * rows * head_dim) + at) as usize];
+        }
+        let (row, channel) = (at / head_dim, at % head_dim);
+        let to = ((first_query + row) * tiles + CUBE_POS_X) * head_dim + channel;
+        partial[to as usize] = sum;
+        at += units;
+    }
+}
+
+/// Runs the second loop at the head of this file; a unit takes a channel.
+#[cube(launch_unchecked)]
+fn combine_kernel<F: Float>(
+    partial: &[f32],
+    softmax: &[f32],
+    position: &[i32],
+    output: &mut [F],
+    tiles: u32,
+    last: u32,
+    #[comptime] plan: Plan,
+) {
+    let head_dim = comptime!(plan.head_dim);
+    if UNIT_POS >= head_dim {
+        terminate!();
+    }
+    let head = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
+    let count = position_of(position, last) / comptime!(plan.tile) + 1;
+    let first = head * tiles;
+    let mut largest = softmax[(2 * first) as usize];
+    for tile in 1..count {
+        largest = max(largest, softmax[(2 * (first + tile)) as usize]);
+    }
+    let mut sum = 0.0f32.runtime();
+    let mut total = 0.0f32.runtime();
+    for tile in 0..count {
+        let at = first + tile;
+        let factor = (softmax[(2 * at) as usize] - largest).exp();
+        sum = fma(factor, softmax[(2 * at + 1) as usize], sum);
+        total = fma(factor, partial[(at * head_dim + UNIT_POS) as usize], total);
+    }
+    output[(head * head_dim + UNIT_POS) as usize] = F::cast_from(total / sum);
+}

@@ -1,0 +1,155 @@
+//! RMSNorm: `x / sqrt(mean(x^2) + epsilon) * weight` along rows. A cube takes a row.
+
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+
+use super::{sum_of_cube, widest_vector};
+use crate::memory::check_memory;
+use crate::plan::{Capability, Dtype, Refusal, UNITS};
+
+/// Outputs of [`rms_norm`], in the shape and dtype of its input.
+#[derive(Debug, Clone)]
+pub struct Normalized {
+    /// The input plus the update; none without an update.
+    pub sums: Option<Handle>,
+    /// The normalized sums, or the normalized input.
+    pub normalized: Handle,
+}
+
+/// Normalizes rows `[rows, channels]`, after adding an update of the same shape. All operands have
+/// one dtype; the arithmetic is f32. Sums are rounded to the dtype before they are normalized.
+///
+/// # Errors
+/// [`Refusal::Memory`]; nothing is launched then.
+#[allow(clippy::too_many_arguments)]
+pub fn rms_norm(
+    client: &Client,
+    device: &Capability,
+    input: Handle,
+    update: Option<Handle>,
+    weight: Handle,
+    [rows, channels]: [usize; 2],
+    dtype: Dtype,
+    epsilon: f32,
+) -> Result<Normalized, Refusal> {
+    let bytes = rows * channels * dtype.size();
+    check_memory("input", &input, bytes)?;
+    check_memory("weight", &weight, channels * dtype.size())?;
+    if let Some(update) = &update {
+        check_memory("update", update, bytes)?;
+    }
+    let outputs = Normalized {
+        sums: update.as_ref().map(|_| client.empty(bytes)),
+        normalized: client.empty(bytes),
+    };
+    if bytes == 0 {
+        return Ok(outputs);
+    }
+    let launch = match dtype {
+        Dtype::F32 => launch::<f32>,
+        Dtype::F16 => launch::<f16>,
+        Dtype::Bf16 => launch::<bf16>,
+    };
+    let vector = widest_vector(channels, dtype);
+    launch(client, device, [input, weight], update, &outputs, [rows, channels, vector], epsilon);
+    Ok(outputs)
+}
+
+fn launch<F: Float>(
+    client: &Client,
+    &Capability { plane, .. }: &Capability,
+    [input, weight]: [Handle; 2],
+    update: Option<Handle>,
+    outputs: &Normalized,
+    [rows, channels, vector]: [usize; 3],
+    epsilon: f32,
+) {
+    // Without planes a unit takes a row.
+    let units = if plane > 1 { UNITS } else { 1 };
+    let vectors = channels / vector;
+    let len = rows * vectors;
+    let adds = update.is_some();
+    let sums = outputs.sums.clone().unwrap_or_else(|| outputs.normalized.clone());
+    // SAFETY: the lengths match the shape. Without an update it and the sums stand for the input
+    // and the output, and are not used.
+    unsafe {
+        norm_kernel::launch_unchecked::<F>(
+            client,
+            CubeCount::Static(rows as u32, 1, 1),
+            CubeDim::new_1d(units),
+            vector,
+            BufferArg::from_raw_parts(input.clone(), len),
+            BufferArg::from_raw_parts(update.unwrap_or(input), len),
+            BufferArg::from_raw_parts(weight, vectors),
+            BufferArg::from_raw_parts(sums, len),
+            BufferArg::from_raw_parts(outputs.normalized.clone(), len),
+            vectors as u32,
+            epsilon,
+            vector as u32,
+            adds,
+            plane,
+            units,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn norm_kernel<F: Float, N: Size>(
+    input: &[Vector<F, N>],
+    update: &[Vector<F, N>],
+    weight: &[Vector<F, N>],
+    sums: &mut [Vector<F, N>],
+    normalized: &mut [Vector<F, N>],
+    vectors: u32,
+    epsilon: f32,
+    #[comptime] vector: u32,
+    #[comptime] adds: bool,
+    #[comptime] plane: u32,
+    #[comptime] units: u32,
+) {
+    let first = CUBE_POS_X * vectors;
+    let mut squares = 0.0f32.runtime();
+    let mut at = UNIT_POS;
+    while at < vectors {
+        let mut values = input[(first + at) as usize];
+        if comptime!(adds) {
+            let added = update[(first + at) as usize];
+            let mut sum = Vector::<F, N>::empty();
+            #[unroll]
+            for index in 0..comptime!(vector as usize) {
+                let value = f32::cast_from(values.extract(index));
+                sum.insert(index, F::cast_from(value + f32::cast_from(added.extract(index))));
+            }
+            values = sum;
+            sums[(first + at) as usize] = values;
+        }
+        #[unroll]
+        for index in 0..comptime!(vector as usize) {
+            let value = f32::cast_from(values.extract(index));
+            squares = fma(value, value, squares);
+        }
+        at += units;
+    }
+    let mean = sum_of_cube(squares, plane, units) / f32::cast_from(vectors * vector);
+    let factor = 1.0f32 / (mean + epsilon).sqrt();
+    let mut at = UNIT_POS;
+    while at < vectors {
+        let values = if comptime!(adds) {
+            sums[(first + at) as usize]
+        } else {
+            input[(first + at) as usize]
+        };
+        let weights = weight[at as usize];
+        let mut output = Vector::<F, N>::empty();
+        #[unroll]
+        for index in 0..comptime!(vector as usize) {
+            let value = f32::cast_from(values.extract(index)) * factor;
+            output.insert(index, F::cast_from(value * f32::cast_from(weights.extract(index))));
+        }
+        normalized[(first + at) as usize] = output;
+        at += units;
+    }
+}

@@ -1,0 +1,380 @@
+//! Draws a token from the softmax of logits. A cube takes a row.
+//!
+//! ```text
+//! largest logit
+//! top-k: the largest key that k logits reach        (keys are bits of logits that order like them)
+//! top-p: the largest key whose logits weigh p of all
+//! weights = exp((logit - largest) / temperature) of the logits that reach both keys
+//! every unit adds the weights of its logits; the first sum beyond uniform x total has the token
+//! ```
+//!
+//! A key is found digit by digit, four bits at a time: every unit adds its logits by their next
+//! digit, and the digits are summed from the largest down.
+
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+
+use super::{sum_of_cube, widest_vector};
+use crate::memory::check_memory;
+use crate::plan::{Capability, Dtype, Refusal, UNITS};
+
+/// Options of [`sample`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SampleOptions {
+    /// Divides the logits; above 0.
+    pub temperature: f32,
+    /// Draws only from logits that are as large as the k-th largest; 0 for all.
+    pub top_k: usize,
+    /// Draws only from the largest logits that together have this probability; 1 for all.
+    pub top_p: f32,
+}
+
+/// Draws a token for each row of logits `[rows, vocab_size]`, given uniform values f32 `[rows]` in
+/// `[0, 1)`: i32 `[rows]`. Equal uniform values draw equal tokens on one device.
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+pub fn sample(
+    client: &Client,
+    device: &Capability,
+    logits: Handle,
+    uniform: Handle,
+    [rows, vocab_size]: [usize; 2],
+    dtype: Dtype,
+    options: SampleOptions,
+) -> Result<Handle, Refusal> {
+    check_memory("logits", &logits, rows * vocab_size * dtype.size())?;
+    check_memory("uniform values", &uniform, 4 * rows)?;
+    let expected = i32::MAX as usize;
+    if vocab_size == 0 || vocab_size > expected {
+        return Err(Refusal::TooLarge { found: vocab_size, expected });
+    }
+    let tokens = client.empty(4 * rows);
+    if rows > 0 {
+        let launch = match dtype {
+            Dtype::F32 => launch::<f32>,
+            Dtype::F16 => launch::<f16>,
+            Dtype::Bf16 => launch::<bf16>,
+        };
+        launch(
+            client,
+            device,
+            [logits, uniform, tokens.clone()],
+            [rows, vocab_size],
+            dtype,
+            options,
+        );
+    }
+    Ok(tokens)
+}
+
+/// Facts that a kernel is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Plan {
+    units: u32,
+    plane: u32,
+    /// Logits of a vector.
+    vector: u32,
+    /// Digits of a key that differ between logits of the dtype.
+    digits: u32,
+    top_k: bool,
+    top_p: bool,
+}
+
+fn launch<F: Float>(
+    client: &Client,
+    &Capability { plane, .. }: &Capability,
+    [logits, uniform, tokens]: [Handle; 3],
+    [rows, vocab_size]: [usize; 2],
+    dtype: Dtype,
+    SampleOptions { temperature, top_k, top_p }: SampleOptions,
+) {
+    let vector = widest_vector(vocab_size, dtype);
+    let plan = Plan {
+        // Without planes a unit takes a row.
+        units: if plane > 1 { UNITS } else { 1 },
+        plane,
+        vector: vector as u32,
+        // Sign, exponent and significand of the f32 of a logit.
+        digits: match dtype {
+            Dtype::F32 => 8,
+            Dtype::F16 => 5,
+            Dtype::Bf16 => 4,
+        },
+        top_k: top_k > 0 && top_k < vocab_size,
+        top_p: top_p < 1.0,
+    };
+    // SAFETY: the lengths match the shape.
+    unsafe {
+        sample_kernel::launch_unchecked::<F>(
+            client,
+            CubeCount::Static(rows as u32, 1, 1),
+            CubeDim::new_1d(plan.units),
+            vector,
+            BufferArg::from_raw_parts(logits, rows * vocab_size / vector),
+            BufferArg::from_raw_parts(uniform, rows),
+            BufferArg::from_raw_parts(tokens, rows),
+            (vocab_size / vector) as u32,
+            1.0 / temperature,
+            top_k as f32,
+            top_p,
+            plan,
+        );
+    }
+}
+
+/// Returns bits that order like the values, without NaN.
+#[cube]
+fn key(value: f32) -> u32 {
+    let bits = u32::reinterpret(value);
+    let sign = 0x8000_0000u32;
+    select(bits >= sign, !bits, bits | sign)
+}
+
+/// Returns what a logit adds to a sum: 1, or its weight; 0 if it is below a key.
+#[cube]
+fn mass(
+    logit: f32,
+    least: u32,
+    largest: f32,
+    inverse_temperature: f32,
+    #[comptime] counts: bool,
+) -> f32 {
+    let weight = if comptime!(counts) {
+        1.0f32.runtime()
+    } else {
+        ((logit - largest) * inverse_temperature).exp()
+    };
+    select(key(logit) >= least, weight, 0.0f32.runtime())
+}
+
+/// Returns the largest key such that the logits which reach it have a mass of at least `needed`.
+/// Logits below `least` have none.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn largest_key<F: Float, N: Size>(
+    logits: &[Vector<F, N>],
+    sums: &mut Shared<[f32]>,
+    first: u32,
+    vectors: u32,
+    needed: f32,
+    least: u32,
+    largest: f32,
+    inverse_temperature: f32,
+    #[comptime] counts: bool,
+    #[comptime] plan: Plan,
+) -> u32 {
+    let Plan { units, vector, digits, .. } = comptime!(plan);
+    // One of padding puts the sums of a digit in different banks.
+    let stride = comptime!(units + 1);
+    let mut prefix = 0u32.runtime();
+    let mut needed = needed;
+    #[unroll]
+    for pass in 0..digits {
+        let shift = comptime!(28 - 4 * pass);
+        #[unroll]
+        for digit in 0..16u32 {
+            sums[(comptime!(digit * stride) + UNIT_POS) as usize] = 0.0f32.runtime();
+        }
+        let mut at = UNIT_POS;
+        while at < vectors {
+            let loaded = logits[(first + at) as usize];
+            #[unroll]
+            for index in 0..comptime!(vector as usize) {
+                let logit = f32::cast_from(loaded.extract(index));
+                let digits = key(logit) >> shift;
+                if digits >> 4u32 == prefix {
+                    let to = ((digits & 15u32) * stride + UNIT_POS) as usize;
+                    sums[to] += mass(logit, least, largest, inverse_temperature, counts);
+                }
+            }
+            at += units;
+        }
+        if comptime!(units > 1) {
+            sync_cube();
+        }
+        // A unit per digit adds the sums of all units, in order.
+        let mut digit = UNIT_POS;
+        while digit < 16u32 {
+            let mut sum = 0.0f32.runtime();
+            for unit in 0..units {
+                sum += sums[(digit * stride + unit) as usize];
+            }
+            sums[(digit * stride) as usize] = sum;
+            digit += units;
+        }
+        if comptime!(units > 1) {
+            sync_cube();
+        }
+        let mut found = 0u32.runtime();
+        let mut done = false.runtime();
+        let mut above = 0.0f32.runtime();
+        #[unroll]
+        for down in 0..16u32 {
+            let digit = comptime!(15 - down);
+            let sum = sums[comptime!((digit * stride) as usize)];
+            if !done {
+                if above + sum >= needed {
+                    found = digit.runtime();
+                    done = true.runtime();
+                } else {
+                    above += sum;
+                }
+            }
+        }
+        // Without enough mass, which only rounding can cause, all logits reach digit 0.
+        needed = select(done, needed - above, 0.0f32.runtime());
+        prefix = (prefix << 4u32) | found;
+        if comptime!(units > 1) {
+            sync_cube();
+        }
+    }
+    prefix << comptime!(32 - 4 * digits)
+}
+
+/// Runs the steps at the head of this file.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn sample_kernel<F: Float, N: Size>(
+    logits: &[Vector<F, N>],
+    uniform: &[f32],
+    tokens: &mut [i32],
+    vectors: u32,
+    inverse_temperature: f32,
+    top_k: f32,
+    top_p: f32,
+    #[comptime] plan: Plan,
+) {
+    let Plan { units, plane, vector, .. } = comptime!(plan);
+    let first = CUBE_POS_X * vectors;
+    let mut sums = Shared::<[f32]>::new_slice(comptime!((16 * (units + 1)) as usize));
+
+    let mut largest = f32::min_value();
+    let mut at = UNIT_POS;
+    while at < vectors {
+        let loaded = logits[(first + at) as usize];
+        #[unroll]
+        for index in 0..comptime!(vector as usize) {
+            largest = max(largest, f32::cast_from(loaded.extract(index)));
+        }
+        at += units;
+    }
+    if comptime!(plane > 1) {
+        largest = plane_max(largest);
+    }
+    if comptime!(units > plane) {
+        if UNIT_POS % plane == 0u32 {
+            sums[(UNIT_POS / plane) as usize] = largest;
+        }
+        sync_cube();
+        #[unroll]
+        for other in 0..comptime!(units / plane) {
+            largest = max(largest, sums[other as usize]);
+        }
+        sync_cube();
+    }
+
+    let mut least = 0u32.runtime();
+    if comptime!(plan.top_k) {
+        least = largest_key::<F, N>(
+            logits,
+            &mut sums,
+            first,
+            vectors,
+            top_k,
+            least,
+            largest,
+            inverse_temperature,
+            true,
+            plan,
+        );
+    }
+    if comptime!(plan.top_p) {
+        let own = weigh::<F, N>(logits, first, vectors, least, largest, inverse_temperature, plan);
+        let needed = sum_of_cube(own, plane, units) * top_p;
+        least = largest_key::<F, N>(
+            logits,
+            &mut sums,
+            first,
+            vectors,
+            needed,
+            least,
+            largest,
+            inverse_temperature,
+            false,
+            plan,
+        );
+    }
+
+    let own = weigh::<F, N>(logits, first, vectors, least, largest, inverse_temperature, plan);
+    sums[UNIT_POS as usize] = own;
+    if comptime!(units > 1) {
+        sync_cube();
+    }
+    let mut total = 0.0f32.runtime();
+    let mut before = 0.0f32.runtime();
+    for unit in 0..units {
+        if unit == UNIT_POS {
+            before = total;
+        }
+        total += sums[unit as usize];
+    }
+    // Rounding may put the product at the total: then the last unit with a weight draws.
+    let mut last = 0u32.runtime();
+    for unit in 0..units {
+        if sums[unit as usize] > 0.0f32 {
+            last = unit;
+        }
+    }
+    let target = uniform[CUBE_POS_X as usize] * total;
+    let mine = before <= target && target < before + own;
+    if mine || (target >= total && last == UNIT_POS) {
+        let mut sum = 0.0f32.runtime();
+        let mut token = 0u32.runtime();
+        let mut done = false.runtime();
+        let mut at = UNIT_POS;
+        while at < vectors {
+            let loaded = logits[(first + at) as usize];
+            #[unroll]
+            for index in 0..comptime!(vector as usize) {
+                let logit = f32::cast_from(loaded.extract(index));
+                let weight = mass(logit, least, largest, inverse_temperature, false);
+                if !done && weight > 0.0f32 {
+                    sum += weight;
+                    token = at * vector + comptime!(index as u32);
+                    done = before + sum > target;
+                }
+            }
+            at += units;
+        }
+        tokens[CUBE_POS_X as usize] = i32::cast_from(token);
+    }
+}
+
+/// Adds the weights of this unit's logits.
+#[cube]
+fn weigh<F: Float, N: Size>(
+    logits: &[Vector<F, N>],
+    first: u32,
+    vectors: u32,
+    least: u32,
+    largest: f32,
+    inverse_temperature: f32,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let Plan { units, vector, .. } = comptime!(plan);
+    let mut sum = 0.0f32.runtime();
+    let mut at = UNIT_POS;
+    while at < vectors {
+        let loaded = logits[(first + at) as usize];
+        #[unroll]
+        for index in 0..comptime!(vector as usize) {
+            let logit = f32::cast_from(loaded.extract(index));
+            sum += mass(logit, least, largest, inverse_temperature, false);
+        }
+        at += units;
+    }
+    sum
+}

@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, IndexingUpdateOp, Tensor, TensorData};
 use burn_fp4_search::host::MAX_HEAD_DIM;
 
 use super::rope::Positions;
-use crate::devices::decoder::{DecoderBackend, attends};
+use crate::devices::decoder::{DecoderBackend, attends, has_host_decoder};
 use crate::devices::weight_data;
 
 /// Rotated keys, and values, of an attention layer, by position:
@@ -24,7 +24,7 @@ impl KvCache {
     #[must_use]
     pub fn zeros(shape: [usize; 4], dtype: DType, device: &Device) -> Self {
         let zeros = || {
-            if !has_decoder(device, [dtype]) {
+            if !has_host_decoder(device, [dtype]) {
                 return Tensor::zeros(shape, (device, dtype));
             }
             let zeros = weight_data(TensorData::zeros::<f32, _>(shape), device);

@@ -1091,7 +1091,14 @@ fn attention_of_a_token_is_that_of_exact_sums() {
     // Without planes a device runs the units of a cube as threads, and barriers take long.
     let shapes: &[_] = match capability.plane {
         1 => &[(2, 4, 2, 8), (1, 9, 1, 12)],
-        _ => &[(1, 4, 4, 16), (2, 6, 2, 32), (1, 18, 1, 8), (2, 2, 1, 12), (3, 32, 8, 128)],
+        _ => &[
+            (1, 4, 4, 16),
+            (2, 6, 2, 32),
+            (1, 18, 1, 8),
+            (2, 2, 1, 12),
+            (3, 32, 8, 128),
+            (1, 14, 2, 64),
+        ],
     };
     for (at, &(batch, heads, kv_heads, head_dim)) in shapes.iter().enumerate() {
         let capacity = if capability.plane > 1 { 150 } else { 20 };

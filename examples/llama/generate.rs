@@ -114,8 +114,8 @@ fn generate_tokens<L: Projection>(
 
     let (mut steps, mut start, mut tokens_before) = (0, Instant::now(), 0);
     let mut second_token_seconds = 0.0;
-    // The output of a step that the host has not read: the next step takes its tokens on the device,
-    // and runs while the host reads them.
+    // The output of a step that the host has not read: the next step takes its tokens on the
+    // device, and runs while the host reads them.
     let mut unread: Option<Tensor<2, Int>> = None;
     while steps + 1 < max_new_tokens && !sequences.all_ended() {
         let last = match &unread {

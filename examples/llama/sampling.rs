@@ -13,7 +13,7 @@ pub struct Sampling {
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
     /// Sample from the largest logits only that together have this probability, after --top-k.
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", value_parser = probability)]
     pub top_p: Option<f32>,
     /// Seed of the first sequence; each further sequence adds one.
     #[arg(long, default_value_t = 1)]
@@ -27,5 +27,12 @@ impl Sampling {
     pub(super) fn options(self) -> SampleOptions {
         let Self { temperature, top_k, top_p, .. } = self;
         SampleOptions { temperature, top_k, top_p }
+    }
+}
+
+fn probability(text: &str) -> Result<f32, String> {
+    match text.parse() {
+        Ok(value) if value > 0.0 && value <= 1.0 => Ok(value),
+        _ => Err(String::from("pass a number above 0, at most 1")),
     }
 }

@@ -29,7 +29,7 @@
 //! | `memory.rs` | checks of the length of device memory                                      |
 //! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
-//! | `decoder/`  | a decoder besides its matmuls: norms, and attention to a KV cache          |
+//! | `decoder/`  | a decoder besides its matmuls: norms, attention, draws of tokens           |
 //! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA and WGMMA                 |
 //!
 //! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not

@@ -2,13 +2,13 @@
 //! (flash-decoding, as in the paper of Dao and others, 2023).
 //!
 //! ```text
-//! a cube takes a tile of positions of a sequence and a key head, for the query heads that share it:
+//! a cube takes a tile of positions of a sequence and a key head, for queries that share the head:
 //!     the cube of the token's own position rotates the new key, and writes it and the new value
 //!     rotate the queries
 //!     load the keys and the values of the tile, a vector of channels per unit and step
 //!     scores[query][position] = the products of the vectors of a position, in order of channels
 //!     weights = exp(scores - their maximum); keep the maximum and the sum
-//!     output[query] = weights x values: a unit adds its positions, then the units are added in order
+//!     output[query] = weights x values: units add their positions, then are added in order
 //! a cube takes a query head:
 //!     scale the outputs of the tiles to one maximum, add them in order, divide by the sum
 //! ```
@@ -119,7 +119,7 @@ impl Plan {
         dtype: Dtype,
         &Capability { plane, .. }: &Capability,
     ) -> Result<Self, Refusal> {
-        let &AttentionShape { tokens, heads, kv_heads, head_dim, .. } = shape;
+        let &AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
         let mismatch = |what, expected, found| Err(Refusal::Mismatch { what, expected, found });
         if tokens != 1 {
             return mismatch("tokens of attention", 1, tokens);
@@ -129,6 +129,15 @@ impl Plan {
         }
         if head_dim == 0 || !head_dim.is_multiple_of(2) || head_dim > MAX_HEAD_DIM {
             return mismatch("channels of a head", MAX_HEAD_DIM, head_dim);
+        }
+        let expected = i32::MAX as usize;
+        let found = batch * heads * capacity * head_dim;
+        if found > expected {
+            return Err(Refusal::TooLarge { found, expected });
+        }
+        let most_cubes = usize::from(u16::MAX);
+        if batch.max(heads) > most_cubes {
+            return mismatch("sequences and heads", most_cubes, batch.max(heads));
         }
         let widest = 16 / dtype.size() as u32;
         let head_dim = head_dim as u32;
@@ -142,9 +151,9 @@ impl Plan {
         let columns = head_dim / vector;
         // Barriers are slow where there are no planes.
         let most_units = if plane > 1 { 256 } else { 16 };
-        let units = (SHARED / (vector * queries)).min(most_units).max(columns);
         // A power of two, so that planes are whole.
-        let units = units.next_power_of_two();
+        let units = 1 << (SHARED / (vector * queries)).min(most_units).ilog2();
+        let units = units.max(columns.next_power_of_two());
         let most_tile = if plane > 1 { 64 } else { 8 };
         let tile = (SHARED / (columns * queries)).min(most_tile);
         Ok(Self { units, plane, tile, queries, groups: of_key_head / queries, head_dim, vector })

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::{sum_of_cube, widest_vector};
+use super::row::{sum_of_cube, widest_vector};
 use crate::memory::check_memory;
 use crate::plan::{Capability, Dtype, Refusal, UNITS};
 
@@ -22,7 +22,7 @@ pub struct Normalized {
 /// one dtype; the arithmetic is f32. Sums are rounded to the dtype before they are normalized.
 ///
 /// # Errors
-/// [`Refusal::Memory`]; nothing is launched then.
+/// [`Refusal`]; nothing is launched then.
 #[allow(clippy::too_many_arguments)]
 pub fn rms_norm(
     client: &Client,
@@ -34,7 +34,11 @@ pub fn rms_norm(
     dtype: Dtype,
     epsilon: f32,
 ) -> Result<Normalized, Refusal> {
-    let bytes = rows * channels * dtype.size();
+    let (found, expected) = (rows * channels, i32::MAX as usize);
+    if found > expected {
+        return Err(Refusal::TooLarge { found, expected });
+    }
+    let bytes = found * dtype.size();
     check_memory("input", &input, bytes)?;
     check_memory("weight", &weight, channels * dtype.size())?;
     if let Some(update) = &update {

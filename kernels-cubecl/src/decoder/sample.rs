@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::{sum_of_cube, widest_vector};
+use super::row::{sum_of_cube, widest_vector};
 use crate::memory::check_memory;
 use crate::plan::{Capability, Dtype, Refusal, UNITS};
 
@@ -47,9 +47,12 @@ pub fn sample(
 ) -> Result<Handle, Refusal> {
     check_memory("logits", &logits, rows * vocab_size * dtype.size())?;
     check_memory("uniform values", &uniform, 4 * rows)?;
-    let expected = i32::MAX as usize;
-    if vocab_size == 0 || vocab_size > expected {
-        return Err(Refusal::TooLarge { found: vocab_size, expected });
+    if vocab_size == 0 {
+        return Err(Refusal::Mismatch { what: "logits of a row", expected: 1, found: 0 });
+    }
+    let (found, expected) = (rows * vocab_size, i32::MAX as usize);
+    if found > expected {
+        return Err(Refusal::TooLarge { found, expected });
     }
     let tokens = client.empty(4 * rows);
     if rows > 0 {
@@ -133,6 +136,14 @@ fn key(value: f32) -> u32 {
     select(bits >= sign, !bits, bits | sign)
 }
 
+/// Returns a logit; NaN counts as the least.
+#[cube]
+fn logit_of<F: Float, N: Size>(loaded: Vector<F, N>, #[comptime] index: usize) -> f32 {
+    let value = f32::cast_from(loaded.extract(index));
+    let magnitude = u32::reinterpret(value) & 0x7FFF_FFFFu32;
+    select(magnitude > 0x7F80_0000u32, f32::min_value(), value)
+}
+
 /// Returns what a logit adds to a sum: 1, or its weight; 0 if it is below a key.
 #[cube]
 fn mass(
@@ -145,7 +156,9 @@ fn mass(
     let weight = if comptime!(counts) {
         1.0f32.runtime()
     } else {
-        ((logit - largest) * inverse_temperature).exp()
+        // The largest weighs 1, also if it is infinite.
+        let weight = ((logit - largest) * inverse_temperature).exp();
+        select(logit == largest, 1.0f32.runtime(), weight)
     };
     select(key(logit) >= least, weight, 0.0f32.runtime())
 }
@@ -183,7 +196,7 @@ fn largest_key<F: Float, N: Size>(
             let loaded = logits[(first + at) as usize];
             #[unroll]
             for index in 0..comptime!(vector as usize) {
-                let logit = f32::cast_from(loaded.extract(index));
+                let logit = logit_of::<F, N>(loaded, index);
                 let digits = key(logit) >> shift;
                 if digits >> 4u32 == prefix {
                     let to = ((digits & 15u32) * stride + UNIT_POS) as usize;
@@ -225,13 +238,51 @@ fn largest_key<F: Float, N: Size>(
             }
         }
         // Without enough mass, which only rounding can cause, all logits reach digit 0.
-        needed = select(done, needed - above, 0.0f32.runtime());
+        needed = select(done, needed - above, f32::max_value());
         prefix = (prefix << 4u32) | found;
         if comptime!(units > 1) {
             sync_cube();
         }
     }
     prefix << comptime!(32 - 4 * digits)
+}
+
+/// Returns the largest logit of the row, on every unit.
+#[cube]
+fn largest_of_row<F: Float, N: Size>(
+    logits: &[Vector<F, N>],
+    shared: &mut Shared<[f32]>,
+    first: u32,
+    vectors: u32,
+    #[comptime] plan: Plan,
+) -> f32 {
+    let Plan { units, plane, vector, .. } = comptime!(plan);
+    let mut largest = f32::min_value();
+    let mut at = UNIT_POS;
+    while at < vectors {
+        let loaded = logits[(first + at) as usize];
+        #[unroll]
+        for index in 0..comptime!(vector as usize) {
+            largest = max(largest, logit_of::<F, N>(loaded, index));
+        }
+        at += units;
+    }
+    if comptime!(plane > 1) {
+        largest = plane_max(largest);
+    }
+    if comptime!(units > plane) {
+        let lane = UNIT_POS % plane;
+        if lane == 0u32 {
+            shared[(UNIT_POS / plane) as usize] = largest;
+        }
+        sync_cube();
+        #[unroll]
+        for other in 0..comptime!(units / plane) {
+            largest = max(largest, shared[other as usize]);
+        }
+        sync_cube();
+    }
+    largest
 }
 
 /// Runs the steps at the head of this file.
@@ -251,31 +302,7 @@ fn sample_kernel<F: Float, N: Size>(
     let first = CUBE_POS_X * vectors;
     let mut sums = Shared::<[f32]>::new_slice(comptime!((16 * (units + 1)) as usize));
 
-    let mut largest = f32::min_value();
-    let mut at = UNIT_POS;
-    while at < vectors {
-        let loaded = logits[(first + at) as usize];
-        #[unroll]
-        for index in 0..comptime!(vector as usize) {
-            largest = max(largest, f32::cast_from(loaded.extract(index)));
-        }
-        at += units;
-    }
-    if comptime!(plane > 1) {
-        largest = plane_max(largest);
-    }
-    if comptime!(units > plane) {
-        if UNIT_POS % plane == 0u32 {
-            sums[(UNIT_POS / plane) as usize] = largest;
-        }
-        sync_cube();
-        #[unroll]
-        for other in 0..comptime!(units / plane) {
-            largest = max(largest, sums[other as usize]);
-        }
-        sync_cube();
-    }
-
+    let largest = largest_of_row::<F, N>(logits, &mut sums, first, vectors, plan);
     let mut least = 0u32.runtime();
     if comptime!(plan.top_k) {
         least = largest_key::<F, N>(
@@ -293,7 +320,7 @@ fn sample_kernel<F: Float, N: Size>(
     }
     if comptime!(plan.top_p) {
         let own = weigh::<F, N>(logits, first, vectors, least, largest, inverse_temperature, plan);
-        let needed = sum_of_cube(own, plane, units) * top_p;
+        let needed = max(sum_of_cube(own, plane, units) * top_p, f32::MIN_POSITIVE);
         least = largest_key::<F, N>(
             logits,
             &mut sums,
@@ -328,9 +355,10 @@ fn sample_kernel<F: Float, N: Size>(
             last = unit;
         }
     }
-    let target = uniform[CUBE_POS_X as usize] * total;
+    let target = max(uniform[CUBE_POS_X as usize] * total, 0.0f32);
     let mine = before <= target && target < before + own;
-    if mine || (target >= total && last == UNIT_POS) {
+    let within = target < total;
+    if mine || (!within && last == UNIT_POS) {
         let mut sum = 0.0f32.runtime();
         let mut token = 0u32.runtime();
         let mut done = false.runtime();
@@ -339,7 +367,7 @@ fn sample_kernel<F: Float, N: Size>(
             let loaded = logits[(first + at) as usize];
             #[unroll]
             for index in 0..comptime!(vector as usize) {
-                let logit = f32::cast_from(loaded.extract(index));
+                let logit = logit_of::<F, N>(loaded, index);
                 let weight = mass(logit, least, largest, inverse_temperature, false);
                 if !done && weight > 0.0f32 {
                     sum += weight;
@@ -371,7 +399,7 @@ fn weigh<F: Float, N: Size>(
         let loaded = logits[(first + at) as usize];
         #[unroll]
         for index in 0..comptime!(vector as usize) {
-            let logit = f32::cast_from(loaded.extract(index));
+            let logit = logit_of::<F, N>(loaded, index);
             sum += mass(logit, least, largest, inverse_temperature, false);
         }
         at += units;

@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use burn::module::{Module, Param};
 use burn::tensor::{Bool, Bytes, DType, Device, Int, Tensor, TensorData};
 use burn_fp4_checkpoints::{Checkpoint, CheckpointError, Dtype, Value, Weight};
+use burn_fp4_ops::OpsError;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
-use burn_fp4_ops::{OpsError, weight_data};
 
 use crate::error::{Fp4Error, caught};
 use crate::pack::packed_parameter::with_values;
@@ -255,7 +255,7 @@ impl MapParameters for LoadDense<'_> {
     fn float<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some((data, dtype)) = self.data(path) else { return param };
         let device: Device = param.lazy_device();
-        with_values(param, Tensor::from_data(weight_data(data, &device), (&device, dtype)))
+        with_values(param, Tensor::from_data(data, (&device, dtype)))
     }
 
     fn int<const D: usize>(

@@ -63,7 +63,7 @@ impl KvCache {
 ///
 /// # Panics
 /// If shapes or dtypes differ; on `flex` also if a position is beyond the cache or the tables of
-/// RoPE, which no other device checks.
+/// RoPE. Kernels take such a position for the last; no other device checks it.
 #[must_use]
 pub fn attention(
     queries: Tensor<4>,
@@ -91,11 +91,17 @@ pub fn attention(
     }
     let dtypes = [queries.dtype(), keys.dtype(), values.dtype()];
     let device = queries.device();
-    if !attends(&device, dtypes, tokens) || head_dim > MAX_HEAD_DIM {
+    let capacity = cache.as_ref().map_or(tokens, |cache| cache.keys.dims()[2]);
+    // Kernels count in 32 bits.
+    let fits = batch <= usize::from(u16::MAX)
+        && batch * heads * capacity * head_dim <= i32::MAX as usize
+        && capacity * positions.count() > 0;
+    if !attends(&device, dtypes, tokens) || head_dim > MAX_HEAD_DIM || !fits {
         return by_tensor_operations(queries, keys, values, cache, positions);
     }
     let shape = [batch, kv_heads, tokens, head_dim];
-    let cache = cache.unwrap_or_else(|| KvCache::zeros(shape, queries.dtype(), &device));
+    let zeros = || Tensor::zeros(shape, (&device, queries.dtype()));
+    let cache = cache.unwrap_or_else(|| KvCache { keys: zeros(), values: zeros() });
     let (output, keys, values) = Dispatch::decoder_attention(
         queries.into_dispatch(),
         keys.into_dispatch(),

@@ -80,6 +80,11 @@ pub(super) struct Rows {
 }
 
 impl Positions {
+    /// Returns the number of positions that have a rotation.
+    pub(super) fn count(&self) -> usize {
+        self.cos.dims()[0]
+    }
+
     /// Returns the number of pairs of channels that are rotated.
     pub(super) fn pairs(&self) -> usize {
         self.cos.dims()[1]

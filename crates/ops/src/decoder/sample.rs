@@ -4,21 +4,9 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 
+pub use crate::devices::decoder::SampleOptions;
 #[cfg(feature = "cube")]
 use crate::devices::decoder::{DecoderCode, SampleBackend, decoder_code};
-
-/// How [`sample`] draws tokens.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SampleOptions {
-    /// Divides the logits; above 0.
-    pub temperature: f32,
-    /// Draws only from logits that are as large as the `k`-th largest. All of equal logits are kept,
-    /// as in `transformers`.
-    pub top_k: Option<usize>,
-    /// Draws only from the largest logits that together have this probability, after `top_k`. The
-    /// one that reaches it is kept, and all that equal it.
-    pub top_p: Option<f32>,
-}
 
 /// Draws a token for each row of logits `[rows, vocab_size]` from their softmax: `[rows, 1]`.
 ///
@@ -38,14 +26,18 @@ pub struct SampleOptions {
 /// ```
 ///
 /// # Panics
-/// If there is not one uniform value for each row, no logit in a row, the temperature is not above
-/// 0, or the device fails to return the logits.
+/// If there is not one uniform value for each row, no logit in a row, the temperature or `top_p` is
+/// not above 0, or the device fails to return the logits. NaN counts as the least logit.
 #[must_use]
 pub fn sample(logits: Tensor<2>, uniform: Tensor<1>, options: SampleOptions) -> Tensor<2, Int> {
     let [rows, vocab_size] = logits.dims();
     assert_eq!(uniform.dims(), [rows], "sample: one uniform value for each row");
-    assert!(vocab_size > 0, "sample: rows have no logits");
-    assert!(options.temperature > 0.0, "sample: a temperature of {}", options.temperature);
+    assert!(vocab_size > 0, "sample: rows have no logits; pass at least one");
+    let SampleOptions { temperature, top_p, .. } = options;
+    assert!(temperature > 0.0, "sample: temperature is {temperature}; pass one above 0");
+    if let Some(top_p) = top_p {
+        assert!(top_p > 0.0, "sample: top_p is {top_p}; pass one above 0, at most 1");
+    }
     let device = logits.device();
     #[cfg(feature = "cube")]
     if decoder_code(&device, [logits.dtype()]) == Some(DecoderCode::Kernels) {
@@ -73,7 +65,11 @@ fn draw(logits: &[f32], uniform: f32, options: SampleOptions) -> i32 {
         kept.retain(|&at| logits[at] >= logits[last]);
     };
     let Some(&largest) = kept.first() else { return 0 };
-    let weight = |at: usize| f64::from((logits[at] - logits[largest]) / temperature).exp();
+    let weight = |at: usize| match logits[at] == logits[largest] {
+        // Also if it is infinite.
+        true => 1.0,
+        false => f64::from((logits[at] - logits[largest]) / temperature).exp(),
+    };
     if let Some(top_k) = top_k {
         keep(&mut kept, top_k.max(1));
     }

@@ -14,8 +14,6 @@ use burn::tensor::{DType, Device};
 
 #[cfg(feature = "cube")]
 use super::cube::device::has_kernels;
-#[cfg(feature = "cube")]
-use crate::decoder::SampleOptions;
 
 /// Code of a device for these operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +63,7 @@ pub(crate) fn has_host_decoder<const N: usize>(device: &Device, dtypes: [DType; 
 
 /// Returns true if one operation of a device attends for these many tokens of each sequence, in
 /// tensors of these dtypes.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub(crate) fn attends<const N: usize>(device: &Device, dtypes: [DType; N], tokens: usize) -> bool {
     match decoder_code(device, dtypes) {
         #[cfg(feature = "cube")]
@@ -111,6 +110,19 @@ pub(crate) trait DecoderBackend: Backend {
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+}
+
+/// How [`sample`](crate::sample) draws tokens.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SampleOptions {
+    /// Divides the logits; above 0.
+    pub temperature: f32,
+    /// Draws only from logits that are as large as the `k`-th largest. Equal logits are all kept,
+    /// as in `transformers`.
+    pub top_k: Option<usize>,
+    /// Draws only from the largest logits that together have this probability, after `top_k`. The
+    /// one that reaches it is kept, and all that equal it.
+    pub top_p: Option<f32>,
 }
 
 /// Draws tokens in kernels.

@@ -49,10 +49,6 @@ impl HostDevice for Flex {
         contiguous.as_slice().expect(CHECKED)
     }
 
-    fn weight_data(data: TensorData) -> TensorData {
-        huge_pages::moved(data)
-    }
-
     /// Writes to the memory of an earlier dense weight.
     fn dense_data(packed: PackedView<'_>, layout: &Fp4Layout, dtype: FloatDType) -> TensorData {
         fn to<T: HostElement + Pod>(

@@ -34,11 +34,6 @@ pub(crate) trait HostDevice: Backend {
     /// Borrows the bytes of a contiguous tensor.
     fn bytes(contiguous: &IntTensor<Self>) -> &[u8];
 
-    /// Moves the codes or scales of a weight to memory that is read fast.
-    fn weight_data(data: TensorData) -> TensorData {
-        data
-    }
-
     /// Dequantizes to a dtype, or to f32 if the device has no other.
     fn dense_data(packed: PackedView<'_>, layout: &Fp4Layout, _dtype: FloatDType) -> TensorData {
         filled(&layout.shape, |values: &mut [f32]| dequantize(packed, layout, values))
@@ -109,9 +104,7 @@ fn quantize<B: HostDevice>(
     let packed = each_dtype!(B::values(&values), values => {
         host::quantize_packed(values, view, scheme, &amax, importance).expect(CHECKED)
     });
-    Fp4Primitive::from_packed(packed, |data, _its_own_dtype| {
-        B::int_from_data(B::weight_data(data), &device)
-    })
+    Fp4Primitive::from_packed(packed, |data, _its_own_dtype| B::int_from_data(data, &device))
 }
 
 fn matmul<B: HostDevice>(

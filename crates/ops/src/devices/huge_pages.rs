@@ -52,9 +52,9 @@ impl Open {
     }
 }
 
-/// Moves data to memory with huge pages.
+/// Moves data to memory with huge pages, where the system has them.
 pub(super) fn moved(data: TensorData) -> TensorData {
-    moved_to(&ARENAS, data)
+    if cfg!(target_os = "linux") { moved_to(&ARENAS, data) } else { data }
 }
 
 fn moved_to(arenas: &Mutex<Vec<Open>>, data: TensorData) -> TensorData {
@@ -148,8 +148,9 @@ impl Part {
 }
 
 impl AllocationController for Part {
+    // The most with which `Bytes` are cloned.
     fn alloc_align(&self) -> usize {
-        ALIGN
+        align_of::<u128>()
     }
 
     fn property(&self) -> AllocationProperty {

@@ -41,10 +41,22 @@ static REGISTERED: OnceLock<Result<(), RegistryError>> = OnceLock::new();
 
 /// Registers the fuser; see [`init`](crate::init).
 pub(crate) fn init() -> Result<(), OpsError> {
+    #[cfg(feature = "cuda")]
+    keep_kernels();
     REGISTERED
         .get_or_init(|| register(Provider).inspect(|()| queues::register()))
         .clone()
         .map_err(|error| OpsError::Registration(error.to_string()))
+}
+
+/// Lets CubeCL keep compiled kernels on disk, unless its configuration is set or read already.
+#[cfg(feature = "cuda")]
+fn keep_kernels() {
+    use burn_fp4_cubecl::cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
+
+    let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
+    config.compilation.cache = true;
+    CubeClRuntimeConfig::try_set(config);
 }
 
 /// Returns true if products with packed weights on this device run straight from the codes.

@@ -10,8 +10,7 @@ use burn_fp4_search::host::AttentionShape;
 
 use super::device::{kernel_dtype, output_tensor};
 use super::queues;
-use crate::decoder::SampleOptions;
-use crate::devices::decoder::{DecoderBackend, SampleBackend};
+use crate::devices::decoder::{DecoderBackend, SampleBackend, SampleOptions};
 
 const CHECKED: &str = "callers check shapes and dtypes";
 

@@ -3,7 +3,7 @@
 //! | file               | what it holds                                                          |
 //! |--------------------|------------------------------------------------------------------------|
 //! | `mod.rs`           | [`Fp4Backend`] of Cube devices                                         |
-//! | `decoder.rs`       | norms and attention of a decoder                                       |
+//! | `decoder.rs`       | norms and attention of a decoder, and the draw of tokens               |
 //! | `matmul.rs`        | products straight from the codes                                       |
 //! | `prefetch.rs`      | the weight that a product of a captured graph prefetches               |
 //! | `deterministic.rs` | products and sums with fixed, not autotuned, kernels                   |

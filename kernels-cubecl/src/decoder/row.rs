@@ -1,0 +1,34 @@
+//! A row that the units of a cube divide.
+
+use cubecl::prelude::*;
+
+use crate::plan::Dtype;
+
+/// Returns the number of values of the widest vector of up to 16 bytes that divides a row.
+pub(super) fn widest_vector(row: usize, dtype: Dtype) -> usize {
+    let widest = 16 / dtype.size();
+    [8, 4, 2].into_iter().find(|&width| width <= widest && row.is_multiple_of(width)).unwrap_or(1)
+}
+
+/// Adds a value of every unit of a cube: in a plane, then the planes in order. Every unit has the
+/// sum.
+#[cube]
+pub(super) fn sum_of_cube(own: f32, #[comptime] plane: u32, #[comptime] units: u32) -> f32 {
+    let of_plane = if comptime!(plane > 1) { plane_sum(own) } else { own };
+    let planes = comptime!(units / plane);
+    let mut sum = of_plane;
+    if comptime!(planes > 1) {
+        let mut shared = Shared::<[f32]>::new_slice(comptime!(planes as usize));
+        let lane = UNIT_POS % plane;
+        if lane == 0u32 {
+            shared[(UNIT_POS / plane) as usize] = of_plane;
+        }
+        sync_cube();
+        sum = shared[0];
+        #[unroll]
+        for at in 1..planes {
+            sum += shared[at as usize];
+        }
+    }
+    sum
+}

@@ -7,7 +7,7 @@ use burn_fp4_search::host::{HostElement, PackedView, View};
 use bytemuck::Pod;
 
 use super::host::{HostDevice, Values, dequantize};
-use super::{huge_pages, scratch};
+use super::scratch;
 use crate::layout::Fp4Layout;
 
 const CHECKED: &str = "contiguous, with the dtype that callers check";

@@ -121,9 +121,9 @@ pub use train::train_product::train_product;
 /// Call it once at startup, before the first operation on such a device. Further calls do nothing,
 /// and it has no effect on other devices. Use [`matmul_path`] to see which path a weight takes.
 ///
-/// With the feature `cuda` it also lets CubeCL keep compiled kernels on disk, where the application
-/// or `cubecl.toml` says (`environment.path`): in `target/environment` of a cargo project, otherwise
-/// in the user's cache folder. To keep none, call `CubeClRuntimeConfig::set` of CubeCL before.
+/// With the feature `cuda` it also lets CubeCL keep compiled kernels on disk: where `cubecl.toml`
+/// says (`environment.path`), by default in `target/environment` of a cargo project, otherwise in
+/// the user's cache folder. To keep none, call `CubeClRuntimeConfig::set` of CubeCL before.
 ///
 /// ```
 /// use burn::tensor::Device;

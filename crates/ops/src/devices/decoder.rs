@@ -2,10 +2,7 @@
 //! their own for them.
 
 // Without any device the macro's dispatch uses none of the arguments.
-#![cfg_attr(
-    not(any(feature = "flex", feature = "cube")),
-    allow(unused_imports, unused_variables)
-)]
+#![cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused_imports, unused_variables))]
 
 #[cfg(feature = "cube")]
 use burn::backend::fusion::custom::TensorSpec;

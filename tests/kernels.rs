@@ -8,12 +8,12 @@ use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Activations, AttentionHandles, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
-    PackedHandles as Handles, Prefetch, Problem, Refusal, SampleOptions, UNITS, WgmmaSupport,
-    add_gram, amax, attend, cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize,
+    PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
+    attend, cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize,
     quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm, sample, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
-use burn_fp4_search::host::{self, DequantTarget, View};
+use burn_fp4_search::host::{self, DequantTarget, SampleOptions, View};
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
     GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, SearchError, Sse,
@@ -1167,15 +1167,15 @@ fn tokens_are_drawn_as_often_as_their_probabilities_say() {
     let Device { client, capability } = &device;
     let mut random = Random::new(47);
     let uniform: Vec<f32> = (0..DRAWS).map(|at| (at as f32 + 0.5) / DRAWS as f32).collect();
-    let all = SampleOptions { temperature: 1.0, top_k: 0, top_p: 1.0 };
+    let all = SampleOptions { temperature: 1.0, top_k: None, top_p: None };
     let cases = [
         (40, KernelDtype::F32, all),
         (33, KernelDtype::F32, SampleOptions { temperature: 0.5, ..all }),
-        (600, KernelDtype::F32, SampleOptions { top_k: 7, ..all }),
-        (64, KernelDtype::Bf16, SampleOptions { top_k: 9, temperature: 2.0, ..all }),
-        (64, KernelDtype::F16, SampleOptions { top_p: 0.6, ..all }),
-        (72, KernelDtype::Bf16, SampleOptions { top_k: 20, top_p: 0.8, ..all }),
-        (12, KernelDtype::F32, SampleOptions { top_k: 1, top_p: 0.01, ..all }),
+        (600, KernelDtype::F32, SampleOptions { top_k: Some(7), ..all }),
+        (64, KernelDtype::Bf16, SampleOptions { top_k: Some(9), temperature: 2.0, ..all }),
+        (64, KernelDtype::F16, SampleOptions { top_p: Some(0.6), ..all }),
+        (72, KernelDtype::Bf16, SampleOptions { top_k: Some(20), top_p: Some(0.8), ..all }),
+        (12, KernelDtype::F32, SampleOptions { top_k: Some(1), top_p: Some(0.01), ..all }),
     ];
     for (vocab_size, dtype, options) in cases {
         let what = format!("{vocab_size} {dtype:?} {options:?}");
@@ -1193,15 +1193,15 @@ fn tokens_are_drawn_as_often_as_their_probabilities_say() {
         sorted.sort_by(|left, right| right.total_cmp(left));
         let weight =
             |logit: f32| (f64::from(logit - sorted[0]) / f64::from(options.temperature)).exp();
-        let kth = sorted.get(options.top_k.wrapping_sub(1)).copied().unwrap_or(f32::MIN);
+        let kth = options.top_k.map_or(f32::MIN, |top_k| sorted[top_k - 1]);
         let kept = || sorted.iter().copied().filter(|&logit| logit >= kth);
-        let needed = f64::from(options.top_p) * kept().map(weight).sum::<f64>();
+        let needed = f64::from(options.top_p.unwrap_or(1.0)) * kept().map(weight).sum::<f64>();
         let mut sum = 0.0;
         let reached = kept().find(|&logit| {
             sum += weight(logit);
             sum >= needed
         });
-        let least = if options.top_p < 1.0 { reached.unwrap_or(f32::MIN) } else { kth };
+        let least = options.top_p.map_or(kth, |_| reached.unwrap_or(f32::MIN));
         let probability = |logit: f32| if logit >= least { weight(logit) } else { 0.0 };
         let total: f64 = row.iter().map(|&logit| probability(logit)).sum();
         for (token, (&count, &logit)) in counts.iter().zip(&row).enumerate() {

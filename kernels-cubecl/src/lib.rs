@@ -62,7 +62,7 @@ mod tensor;
 mod tensor_amax;
 
 pub use cubecl;
-pub use decoder::{AttentionHandles, Normalized, SampleOptions, attend, rms_norm, sample};
+pub use decoder::{AttentionHandles, Normalized, attend, check_attention, rms_norm, sample};
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;
 pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};

@@ -72,14 +72,15 @@ pub use awake::on_awake_threads;
 pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
+pub use burn_fp4_search::host::SampleOptions;
 pub use burn_fp4_search::{
     Activations, Admm, BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme,
     Gptq, Gram, GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, Sse,
     TensorScaling,
 };
 pub use decoder::{
-    KvCache, Positions, RotaryEmbedding, SampleOptions, add_rms_norm, attention, dense_matmul,
-    rms_norm, sample, swiglu,
+    KvCache, Positions, RotaryEmbedding, add_rms_norm, attention, dense_matmul, rms_norm, sample,
+    swiglu,
 };
 #[cfg(feature = "cube")]
 pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};

@@ -16,7 +16,7 @@
 //! Tiles beyond the token's position do nothing. All arithmetic is f32, in an order that depends
 //! only on shape, dtype and device.
 
-use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM};
+use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM, View};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -61,7 +61,8 @@ pub fn attend(
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
     let AttentionShape { batch, heads, kv_heads, capacity, head_dim, .. } = shape;
-    let plan = Plan::new(&shape, dtype, device)?;
+    check_attention(&shape, positions)?;
+    let plan = Plan::new(&shape, dtype, device);
     let query_bytes = batch * heads * head_dim * dtype.size();
     let key_bytes = batch * kv_heads * head_dim * dtype.size();
     let AttentionHandles { queries, keys, values, key_cache, value_cache, cos, sin, position } =
@@ -74,10 +75,6 @@ pub fn attend(
     check_memory("cosines", cos, 4 * positions * head_dim / 2)?;
     check_memory("sines", sin, 4 * positions * head_dim / 2)?;
     check_memory("position", position, 4)?;
-    let room = capacity.min(positions);
-    if room == 0 {
-        return Err(Refusal::Mismatch { what: "positions of the KV cache", expected: 1, found: 0 });
-    }
     let output = client.empty(query_bytes);
     if query_bytes > 0 {
         let launch = match dtype {
@@ -85,9 +82,44 @@ pub fn attend(
             Dtype::F16 => launch::<f16>,
             Dtype::Bf16 => launch::<bf16>,
         };
-        launch(client, operands, output.clone(), shape, plan, room as u32 - 1);
+        let last = capacity.min(positions) as u32 - 1;
+        launch(client, operands, output.clone(), shape, plan, last);
     }
     Ok(output)
+}
+
+/// Checks that [`attend`] runs a shape with RoPE for `positions` positions, on any device.
+///
+/// # Errors
+/// [`Refusal`]: there is more than one token, heads do not divide, a head has an odd number of
+/// channels or too many, no position has both a place and a rotation, or the cache is too large.
+pub fn check_attention(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
+    let &AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
+    let mismatch = |what, expected, found| Err(Refusal::Mismatch { what, expected, found });
+    if tokens != 1 {
+        return mismatch("tokens of attention", 1, tokens);
+    }
+    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        return mismatch("query heads", kv_heads, heads);
+    }
+    if head_dim == 0 || !head_dim.is_multiple_of(2) || head_dim > MAX_HEAD_DIM {
+        return mismatch("channels of a head", MAX_HEAD_DIM, head_dim);
+    }
+    if capacity.min(positions) == 0 {
+        return mismatch("positions of the KV cache and RoPE", 1, 0);
+    }
+    // Cubes of a launch along its second and third dimension.
+    let most = usize::from(u16::MAX);
+    if batch.max(heads) > most {
+        return mismatch("sequences and heads", most, batch.max(heads));
+    }
+    let values = [batch, heads, capacity, head_dim].into_iter().fold(1, usize::saturating_mul);
+    let rotations = positions.saturating_mul(head_dim);
+    let (found, expected) = (values.max(rotations), View::MAX_LEN);
+    if found > expected {
+        return Err(Refusal::TooLarge { found, expected });
+    }
+    Ok(())
 }
 
 /// Values in f32 that a cube keeps in shared memory, besides queries and weights.
@@ -111,34 +143,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// # Errors
-    /// [`Refusal::Mismatch`] if heads do not divide, or a head has an odd number of channels or too
-    /// many.
-    fn new(
-        shape: &AttentionShape,
-        dtype: Dtype,
-        &Capability { plane, .. }: &Capability,
-    ) -> Result<Self, Refusal> {
-        let &AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
-        let mismatch = |what, expected, found| Err(Refusal::Mismatch { what, expected, found });
-        if tokens != 1 {
-            return mismatch("tokens of attention", 1, tokens);
-        }
-        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-            return mismatch("query heads", kv_heads, heads);
-        }
-        if head_dim == 0 || !head_dim.is_multiple_of(2) || head_dim > MAX_HEAD_DIM {
-            return mismatch("channels of a head", MAX_HEAD_DIM, head_dim);
-        }
-        let expected = i32::MAX as usize;
-        let found = batch * heads * capacity * head_dim;
-        if found > expected {
-            return Err(Refusal::TooLarge { found, expected });
-        }
-        let most_cubes = usize::from(u16::MAX);
-        if batch.max(heads) > most_cubes {
-            return mismatch("sequences and heads", most_cubes, batch.max(heads));
-        }
+    fn new(shape: &AttentionShape, dtype: Dtype, &Capability { plane, .. }: &Capability) -> Self {
+        let &AttentionShape { heads, kv_heads, head_dim, .. } = shape;
         let widest = 16 / dtype.size() as u32;
         let head_dim = head_dim as u32;
         // Channels of the two halves of a head are in different vectors.
@@ -156,7 +162,7 @@ impl Plan {
         let units = units.max(columns.next_power_of_two());
         let most_tile = if plane > 1 { 64 } else { 8 };
         let tile = (SHARED / (columns * queries)).min(most_tile);
-        Ok(Self { units, plane, tile, queries, groups: of_key_head / queries, head_dim, vector })
+        Self { units, plane, tile, queries, groups: of_key_head / queries, head_dim, vector }
     }
 
     /// Vectors of a head.
@@ -493,4 +499,52 @@ fn combine_kernel<F: Float>(
         total = fma(factor, partial[(at * head_dim + UNIT_POS) as usize], total);
     }
     output[(head * head_dim + UNIT_POS) as usize] = F::cast_from(total / sum);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{CPU, GPU};
+
+    const SHAPE: AttentionShape =
+        AttentionShape { batch: 1, tokens: 1, heads: 8, kv_heads: 2, head_dim: 64, capacity: 9 };
+
+    #[test]
+    fn every_plan_fits_its_shared_memory_and_has_whole_planes() {
+        for device in [GPU, CPU] {
+            for (queries, half) in (1..=20).flat_map(|queries| (1..=128).map(move |h| (queries, h)))
+            {
+                for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+                    let shape = AttentionShape { heads: 2 * queries, head_dim: 2 * half, ..SHAPE };
+                    assert_eq!(check_attention(&shape, 9), Ok(()));
+                    let plan = Plan::new(&shape, dtype, &device);
+                    let step = plan.step();
+                    let shared = (plan.columns() * plan.tile).max(step * plan.head_dim);
+                    assert!(plan.queries * shared <= SHARED, "{plan:?}");
+                    assert!(step > 0 && plan.tile > 0, "{plan:?}");
+                    assert_eq!(plan.units % plan.plane, 0, "{plan:?}");
+                    assert_eq!(plan.queries * plan.groups, queries as u32, "{plan:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn shapes_that_no_kernel_runs_are_refused() {
+        let mismatch = |shape, positions, name| {
+            let refused = check_attention(&shape, positions);
+            assert!(
+                matches!(refused, Err(Refusal::Mismatch { what, .. }) if what == name),
+                "{refused:?}"
+            );
+        };
+        mismatch(AttentionShape { tokens: 2, ..SHAPE }, 9, "tokens of attention");
+        mismatch(AttentionShape { heads: 7, ..SHAPE }, 9, "query heads");
+        mismatch(AttentionShape { head_dim: 7, ..SHAPE }, 9, "channels of a head");
+        mismatch(AttentionShape { capacity: 0, ..SHAPE }, 9, "positions of the KV cache and RoPE");
+        mismatch(SHAPE, 0, "positions of the KV cache and RoPE");
+        mismatch(AttentionShape { batch: 1 << 16, ..SHAPE }, 9, "sequences and heads");
+        let large = AttentionShape { capacity: 1 << 30, ..SHAPE };
+        assert!(matches!(check_attention(&large, 9), Err(Refusal::TooLarge { .. })));
+    }
 }

@@ -12,6 +12,6 @@ mod norm;
 mod row;
 mod sample;
 
-pub use attention::{AttentionHandles, attend};
+pub use attention::{AttentionHandles, attend, check_attention};
 pub use norm::{Normalized, rms_norm};
-pub use sample::{SampleOptions, sample};
+pub use sample::sample;

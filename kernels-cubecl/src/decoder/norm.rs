@@ -1,5 +1,6 @@
 //! RMSNorm: `x / sqrt(mean(x^2) + epsilon) * weight` along rows. A cube takes a row.
 
+use burn_fp4_search::host::View;
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -34,7 +35,7 @@ pub fn rms_norm(
     dtype: Dtype,
     epsilon: f32,
 ) -> Result<Normalized, Refusal> {
-    let (found, expected) = (rows * channels, i32::MAX as usize);
+    let (found, expected) = (rows.saturating_mul(channels), View::MAX_LEN);
     if found > expected {
         return Err(Refusal::TooLarge { found, expected });
     }

@@ -11,6 +11,7 @@
 //! A key is found digit by digit, four bits at a time: every unit adds its logits by their next
 //! digit, and the digits are summed from the largest down.
 
+use burn_fp4_search::host::{SampleOptions, View};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -19,17 +20,6 @@ use half::{bf16, f16};
 use super::row::{sum_of_cube, widest_vector};
 use crate::memory::check_memory;
 use crate::plan::{Capability, Dtype, Refusal, UNITS};
-
-/// Options of [`sample`].
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SampleOptions {
-    /// Divides the logits; above 0.
-    pub temperature: f32,
-    /// Draws only from logits that are as large as the k-th largest; 0 for all.
-    pub top_k: usize,
-    /// Draws only from the largest logits that together have this probability; 1 for all.
-    pub top_p: f32,
-}
 
 /// Draws a token for each row of logits `[rows, vocab_size]`, given uniform values f32 `[rows]` in
 /// `[0, 1)`: i32 `[rows]`. Equal uniform values draw equal tokens on one device.
@@ -50,7 +40,7 @@ pub fn sample(
     if vocab_size == 0 {
         return Err(Refusal::Mismatch { what: "logits of a row", expected: 1, found: 0 });
     }
-    let (found, expected) = (rows * vocab_size, i32::MAX as usize);
+    let (found, expected) = (rows.saturating_mul(vocab_size), View::MAX_LEN);
     if found > expected {
         return Err(Refusal::TooLarge { found, expected });
     }
@@ -106,8 +96,8 @@ fn launch<F: Float>(
             Dtype::F16 => 5,
             Dtype::Bf16 => 4,
         },
-        top_k: top_k > 0 && top_k < vocab_size,
-        top_p: top_p < 1.0,
+        top_k: top_k.is_some_and(|top_k| top_k < vocab_size),
+        top_p: top_p.is_some_and(|top_p| top_p < 1.0),
     };
     // SAFETY: the lengths match the shape.
     unsafe {
@@ -121,8 +111,8 @@ fn launch<F: Float>(
             BufferArg::from_raw_parts(tokens, rows),
             (vocab_size / vector) as u32,
             1.0 / temperature,
-            top_k as f32,
-            top_p,
+            top_k.unwrap_or(0).max(1) as f32,
+            top_p.unwrap_or(1.0),
             plan,
         );
     }

@@ -16,6 +16,6 @@ pub use thread_tile::{Conversion, ThreadTile, TileSharing};
 
 pub(crate) use blueprint::Blueprint;
 #[cfg(test)]
-pub(crate) use capability::GPU;
+pub(crate) use capability::{CPU, GPU};
 pub(crate) use launch::{COLUMN_CHUNK, common_power_of_two};
 pub(crate) use statistics::{FactorPlan, GramPlan, PANEL, plan_factor, plan_gram};

@@ -65,7 +65,7 @@ pub(super) struct Report {
     bytes_after: u64,
 }
 
-/// What becomes of a weight goes last.
+/// Order in which columns give way on a narrow terminal.
 const ORDER: Order<'_> = Order { first: &["shape", "size"], then: &["method", "note"], last: &[] };
 
 /// Schemes that a summary tells.

@@ -3,10 +3,10 @@
 use burn::backend::Dispatch;
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Device, IndexingUpdateOp, Tensor, TensorData};
-use burn_fp4_search::host::MAX_HEAD_DIM;
+use burn_fp4_search::host::AttentionShape;
 
 use super::rope::Positions;
-use crate::devices::decoder::{DecoderBackend, attends, has_host_decoder};
+use crate::devices::decoder::{DecoderBackend, attends_to, has_host_decoder};
 use crate::devices::weight_data;
 
 /// Rotated keys, and values, of an attention layer, by position:
@@ -92,11 +92,8 @@ pub fn attention(
     let dtypes = [queries.dtype(), keys.dtype(), values.dtype()];
     let device = queries.device();
     let capacity = cache.as_ref().map_or(tokens, |cache| cache.keys.dims()[2]);
-    // Kernels count in 32 bits.
-    let fits = batch <= usize::from(u16::MAX)
-        && batch * heads * capacity * head_dim <= i32::MAX as usize
-        && capacity * positions.count() > 0;
-    if !attends(&device, dtypes, tokens) || head_dim > MAX_HEAD_DIM || !fits {
+    let shape = AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
+    if !attends_to(&device, dtypes, &shape, positions.count()) {
         return by_tensor_operations(queries, keys, values, cache, positions);
     }
     let shape = [batch, kv_heads, tokens, head_dim];

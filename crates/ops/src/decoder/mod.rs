@@ -25,5 +25,5 @@ pub use attention::{KvCache, attention};
 pub use dense::dense_matmul;
 pub use norm::{add_rms_norm, rms_norm};
 pub use rope::{Positions, RotaryEmbedding};
-pub use sample::{SampleOptions, sample};
+pub use sample::sample;
 pub use swiglu::swiglu;

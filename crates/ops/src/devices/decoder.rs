@@ -10,7 +10,14 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, DispatchDevice, backend_extension};
 #[cfg(feature = "cube")]
 use burn::tensor::Shape;
+#[cfg(feature = "cube")]
+use burn::tensor::Tensor;
 use burn::tensor::{DType, Device};
+#[cfg(feature = "cube")]
+use burn_fp4_cubecl::check_attention;
+use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM};
+#[cfg(feature = "cube")]
+use burn_fp4_search::host::{SampleOptions, View};
 
 #[cfg(feature = "cube")]
 use super::cube::device::has_kernels;
@@ -61,14 +68,48 @@ pub(crate) fn has_host_decoder<const N: usize>(device: &Device, dtypes: [DType; 
     }
 }
 
+/// Returns true if one operation of a device normalizes `len` values of these dtypes.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub(crate) fn normalizes<const N: usize>(device: &Device, dtypes: [DType; N], len: usize) -> bool {
+    match decoder_code(device, dtypes) {
+        #[cfg(feature = "cube")]
+        Some(DecoderCode::Kernels) => len <= View::MAX_LEN,
+        code => code.is_some(),
+    }
+}
+
+/// Returns true if one operation of a device draws tokens from these logits.
+#[cfg(feature = "cube")]
+pub(crate) fn samples(logits: &Tensor<2>) -> bool {
+    let [rows, vocab_size] = logits.dims();
+    decoder_code(&logits.device(), [logits.dtype()]) == Some(DecoderCode::Kernels)
+        && rows * vocab_size <= View::MAX_LEN
+}
+
 /// Returns true if one operation of a device attends for these many tokens of each sequence, in
-/// tensors of these dtypes.
+/// tensors of these dtypes, if [`attends_to`] refuses no other length.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub(crate) fn attends<const N: usize>(device: &Device, dtypes: [DType; N], tokens: usize) -> bool {
     match decoder_code(device, dtypes) {
         #[cfg(feature = "cube")]
         Some(DecoderCode::Kernels) => tokens == 1,
         code => code.is_some(),
+    }
+}
+
+/// Returns true if one operation of a device attends to a KV cache of a shape, with rotations of
+/// `positions` positions, in tensors of these dtypes.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub(crate) fn attends_to<const N: usize>(
+    device: &Device,
+    dtypes: [DType; N],
+    shape: &AttentionShape,
+    positions: usize,
+) -> bool {
+    match decoder_code(device, dtypes) {
+        #[cfg(feature = "cube")]
+        Some(DecoderCode::Kernels) => check_attention(shape, positions).is_ok(),
+        code => code.is_some() && shape.head_dim <= MAX_HEAD_DIM,
     }
 }
 
@@ -112,20 +153,7 @@ pub(crate) trait DecoderBackend: Backend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 }
 
-/// How [`sample`](crate::sample) draws tokens.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SampleOptions {
-    /// Divides the logits; above 0.
-    pub temperature: f32,
-    /// Draws only from logits that are as large as the `k`-th largest. Equal logits are all kept,
-    /// as in `transformers`.
-    pub top_k: Option<usize>,
-    /// Draws only from the largest logits that together have this probability, after `top_k`. The
-    /// one that reaches it is kept, and all that equal it.
-    pub top_p: Option<f32>,
-}
-
-/// Draws tokens in kernels.
+/// Draws tokens in kernels. Callers check shapes, the dtype and the device.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub(crate) trait SampleBackend: Backend {

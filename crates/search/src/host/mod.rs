@@ -70,8 +70,8 @@ mod view;
 
 pub use amax::{amax, row_amax, tensor_amax};
 pub use decoder::{
-    AttentionShape, MAX_HEAD_DIM, Rotary, add_rms_norm, attention, gemv, gemv_rows, rms_norm,
-    swiglu,
+    AttentionShape, MAX_HEAD_DIM, Rotary, SampleOptions, add_rms_norm, attention, gemv, gemv_rows,
+    rms_norm, sample, swiglu,
 };
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;

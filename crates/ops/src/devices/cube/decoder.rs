@@ -5,12 +5,12 @@ use burn::tensor::{DType, IntDType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use burn_fp4_cubecl::{self as kernels, AttentionHandles, Capability, attend, rms_norm};
-use burn_fp4_search::host::AttentionShape;
+use burn_fp4_cubecl::{AttentionHandles, Capability, attend, rms_norm, sample};
+use burn_fp4_search::host::{AttentionShape, SampleOptions};
 
 use super::device::{kernel_dtype, output_tensor};
 use super::queues;
-use crate::devices::decoder::{DecoderBackend, SampleBackend, SampleOptions};
+use crate::devices::decoder::{DecoderBackend, SampleBackend};
 
 const CHECKED: &str = "callers check shapes and dtypes";
 
@@ -72,22 +72,18 @@ impl SampleBackend for CubeBackend {
     fn decoder_sample(
         logits: CubeTensor,
         uniform: CubeTensor,
-        SampleOptions { temperature, top_k, top_p }: SampleOptions,
+        options: SampleOptions,
     ) -> CubeTensor {
         let logits = into_contiguous(logits);
         let [rows, vocab_size] = logits.meta.shape().dims();
-        let tokens = kernels::sample(
+        let tokens = sample(
             &logits.client,
             &Capability::of(&logits.client),
             logits.handle.clone(),
             into_contiguous(uniform).handle,
             [rows, vocab_size],
             kernel_dtype(logits.dtype),
-            kernels::SampleOptions {
-                temperature,
-                top_k: top_k.map_or(0, |top_k| top_k.max(1)),
-                top_p: top_p.unwrap_or(1.0),
-            },
+            options,
         )
         .expect(CHECKED);
         output_tensor(&logits, tokens, Shape::new([rows, 1]), DType::I32)

@@ -7,15 +7,18 @@
 //! | `swiglu.rs`    | SwiGLU                                                              |
 //! | `attention.rs` | RoPE, the KV cache in place, attention to its filled prefix         |
 //! | `gemv.rs`      | one row times a dense weight                                        |
+//! | `sample.rs`    | the draw of the next token                                          |
 //! | `exp.rs`       | `e^x` that the compiler vectorizes                                  |
 
 mod attention;
 mod exp;
 mod gemv;
 mod rms_norm;
+mod sample;
 mod swiglu;
 
 pub use attention::{AttentionShape, MAX_HEAD_DIM, Rotary, attention};
 pub use gemv::{gemv, gemv_rows};
 pub use rms_norm::{add_rms_norm, rms_norm};
+pub use sample::{SampleOptions, sample};
 pub use swiglu::swiglu;

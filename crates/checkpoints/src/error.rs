@@ -534,11 +534,11 @@ fn in_file(file: &Path) -> String {
     }
 }
 
-/// The advice to open a folder instead of a file alone.
+/// The advice to put the config of a model beside a file of it.
 fn folder_of(path: &Path) -> &'static str {
     match path.extension() {
         Some(end) if end.eq_ignore_ascii_case("safetensors") => {
-            "open its folder if that has a config.json, or "
+            "put the config.json of its model beside it, or "
         }
         _ => "",
     }

@@ -57,7 +57,7 @@
 //! | `checkpoint.rs` | [`Checkpoint`]: a container in its dialect                                 |
 //! | `cast.rs`       | [`cast`](cast::cast): NVFP4 to MXFP4 and back                              |
 //! | `write.rs`      | [`Model::write`]: planned, streamed, all or nothing; its steps in `write/` |
-//! | `facts.rs`      | [`Fp4Facts`]: codes and scales, counted; `traps.rs`: [`traps`]             |
+//! | `facts.rs`      | [`Fp4Facts`]: codes and scales, counted; `defects.rs`: [`defects`]         |
 //! | `reader.rs`     | [`Reader`]: bytes by reading files, which may change, instead of maps      |
 //! | `system.rs`     | calls of the system on files: offsets, space, hints                        |
 //! | `architecture/` | roles of weights: `table.rs` has a row for each architecture               |
@@ -71,6 +71,7 @@ mod architecture;
 pub mod cast;
 mod checkpoint;
 mod container;
+mod defects;
 pub mod dialect;
 mod dtype;
 mod error;
@@ -85,7 +86,6 @@ mod stacked;
 mod storage;
 mod system;
 mod tensor;
-mod traps;
 mod weight;
 mod write;
 
@@ -95,6 +95,9 @@ pub use checkpoint::Checkpoint;
 pub use container::gguf::Metadata as GgufMetadata;
 pub use container::safetensors::Metadata as SafetensorsMetadata;
 pub use container::{CONFIG, Container, Metadata};
+pub use defects::{
+    Defect, DefectKind, defects, missing_layers, packed_embedding, planned_defects, unlike_scales,
+};
 pub use dialect::{DIALECTS, Dialect, KnownBy};
 pub use dtype::{DataType, Dtype, GgmlRow};
 pub use error::{CheckpointError, Remedy, TensorProblem};
@@ -104,6 +107,5 @@ pub use fp8::{Fp8Weight, Granularity};
 pub use reader::Reader;
 pub use storage::Storage;
 pub use tensor::{Data, NewTensor, Tensor};
-pub use traps::{Trap, missing_layers, packed_embedding, planned_traps, traps, unlike_scales};
 pub use weight::{Model, Quantization, Value, Weight};
 pub use write::{Kept, Output, Piece, Planned, Shards, Start, WriteOptions, WriteReport};

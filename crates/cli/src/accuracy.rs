@@ -4,12 +4,16 @@
 //! The error of a weight is `|Wq - W| / |W|`. The mean of several is that of their errors: each
 //! weight counts once, whatever its size.
 
+use std::collections::BTreeMap;
+
 use burn_fp4_checkpoints::Model;
 use burn_fp4_search::Method;
 use serde::Serialize;
 
 use crate::counted::counted;
+use crate::number::{number, optional};
 use crate::percent::Percent;
+use crate::remarks::{Remarks, Warning};
 
 /// Sums over a weight. Squares are those of what quantization changed and of what was there, in
 /// f64.
@@ -19,11 +23,44 @@ pub(crate) struct Tally {
     pub(crate) values: [f64; 2],
     /// Squares of the outputs of its layer, if statistics of its inputs are whole.
     pub(crate) outputs: Option<[f64; 2]>,
-    /// Blocks that became zero though their values were not, and all blocks. Both are 0 for formats
-    /// without a tensor scale, whose block scales reach any value.
-    pub(crate) zeroed: [u64; 2],
+    /// Its blocks.
+    pub(crate) blocks: Blocks,
     /// Matrices whose statistics were all zero, and all matrices.
     pub(crate) unseen: [u64; 2],
+}
+
+/// Counts of the blocks of a weight.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Blocks {
+    /// All blocks. 0 for formats without a tensor scale, whose block scales reach any value.
+    pub(crate) all: u64,
+    /// Blocks that became zero though their values were not.
+    pub(crate) zeroed: u64,
+    /// Other blocks with one of the smallest scales, the subnormal numbers of their format.
+    pub(crate) small: u64,
+    /// The sum of the relative errors of blocks all over the weight, and their number.
+    pub(crate) errors: [f64; 2],
+    /// The largest block scale.
+    pub(crate) peak: f64,
+}
+
+fn sum(a: [f64; 2], b: [f64; 2]) -> [f64; 2] {
+    [a[0] + b[0], a[1] + b[1]]
+}
+
+impl Blocks {
+    fn add(&mut self, other: Self) {
+        self.all += other.all;
+        self.zeroed += other.zeroed;
+        self.small += other.small;
+        self.errors = sum(self.errors, other.errors);
+        self.peak = self.peak.max(other.peak);
+    }
+
+    /// A count of blocks, in percent of all.
+    fn share(self, count: u64) -> Option<f64> {
+        (self.all > 0).then(|| 100.0 * count as f64 / self.all as f64)
+    }
 }
 
 impl Tally {
@@ -34,12 +71,10 @@ impl Tally {
 
     /// Adds the sums of another matrix of the same stack.
     pub(crate) fn add(&mut self, other: Self) {
-        let sum = |a: [f64; 2], b: [f64; 2]| [a[0] + b[0], a[1] + b[1]];
-        let count = |a: [u64; 2], b: [u64; 2]| [a[0] + b[0], a[1] + b[1]];
         self.values = sum(self.values, other.values);
         self.outputs = self.outputs.into_iter().chain(other.outputs).reduce(sum);
-        self.zeroed = count(self.zeroed, other.zeroed);
-        self.unseen = count(self.unseen, other.unseen);
+        self.blocks.add(other.blocks);
+        self.unseen = [self.unseen[0] + other.unseen[0], self.unseen[1] + other.unseen[1]];
     }
 
     /// Describes the matrices that were quantized by the default method, as their statistics are
@@ -73,24 +108,35 @@ const CAST_WARNED: f64 = 1.0;
 /// trained models have none: their largest value is not half a million times that of a block.
 const ZEROED_WARNED: f64 = 1.0;
 
-/// Warnings that are printed one by one.
-const SHOWN: usize = 5;
+/// The factor by which the mean error of blocks is beyond that of the weight where a few large values
+/// hide the others. In a usual weight both are about the same.
+const HIDDEN: f64 = 1.5;
+/// Percent above which the mean error of blocks is more than NVFP4, or MXFP4, leaves of usual ones.
+const USUAL: [f64; 2] = [12.0, 15.0];
+/// Percent of the blocks of a weight above which their scales are too small to be precise.
+const SMALL_WARNED: f64 = 50.0;
+/// The factor between the largest values of weights with one tensor scale above which it costs the
+/// smaller one precision.
+const APART: f64 = 16.0;
+
+/// The factor beyond which block scales do not tell by how much: the smallest ones stand for
+/// anything below.
+const SEEN: f64 = 1e5;
 
 /// The errors of a run.
 #[derive(Serialize)]
 pub(crate) struct Errors {
     /// The mean of the errors of the weights, in percent. None: nothing was measured.
+    #[serde(serialize_with = "optional")]
     mean_percent: Option<f64>,
     /// The weight with the largest error.
     worst: Option<WeightError>,
     /// The mean over the weights whose outputs are known.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "optional")]
     mean_output_percent: Option<f64>,
     /// Weights that an earlier run has written, whose errors only `fp4 compare` tells.
     not_measured: usize,
     weights: Vec<WeightError>,
-    /// The lines that are printed about them.
-    warnings: Vec<String>,
 }
 
 /// The error of a weight.
@@ -98,65 +144,168 @@ pub(crate) struct Errors {
 struct WeightError {
     name: String,
     /// `|Wq - W| / |W|`.
+    #[serde(serialize_with = "number")]
     error_percent: f64,
-    /// The same of the outputs of its layer.
+    /// The mean of the same over blocks, each of which counts once.
     #[serde(skip_serializing_if = "Option::is_none")]
+    block_error_percent: Option<f64>,
+    /// The same of the outputs of its layer.
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "optional")]
     output_error_percent: Option<f64>,
     /// Blocks that became zero though their values were not, in percent of all.
     #[serde(skip_serializing_if = "Option::is_none")]
     zeroed_blocks_percent: Option<f64>,
+    /// Other blocks with one of the smallest scales, in percent of all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    small_blocks_percent: Option<f64>,
+}
+
+impl WeightError {
+    fn new(name: &str, tally: &Tally) -> Self {
+        let Tally { values, outputs, blocks, .. } = tally;
+        let [sum, count] = blocks.errors;
+        Self {
+            name: name.to_owned(),
+            error_percent: Percent::of(*values).0,
+            block_error_percent: (count > 0.0).then(|| 100.0 * sum / count),
+            output_error_percent: outputs.map(|outputs| Percent::of(outputs).0),
+            zeroed_blocks_percent: blocks.share(blocks.zeroed),
+            small_blocks_percent: blocks.share(blocks.small),
+        }
+    }
+
+    /// Describes what was lost, with the kind of the warning. None: no more than usual.
+    fn loss(&self) -> Option<(&'static str, String)> {
+        let (error, of_blocks) = (self.error_percent, self.block_error_percent.unwrap_or(0.0));
+        let [zeroed, small] =
+            [self.zeroed_blocks_percent, self.small_blocks_percent].map(|p| p.unwrap_or(0.0));
+        let unusual = of_blocks > USUAL[usize::from(self.small_blocks_percent.is_none())];
+        let shown = Percent(error);
+        if error > WARNED {
+            Some(("large-error", format!("its error is {shown}")))
+        } else if zeroed > ZEROED_WARNED {
+            let what = format!(
+                "{} of its blocks became zero: next to its largest value they are below the range \
+                 of NVFP4",
+                Percent(zeroed)
+            );
+            Some(("zeroed-blocks", what))
+        } else if unusual && of_blocks > HIDDEN * error {
+            let mut what = format!(
+                "its error of {shown} is that of its largest values; the mean error of its blocks \
+                 is {}",
+                Percent(of_blocks)
+            );
+            if small > 0.0 {
+                let share = Percent(small);
+                what.push_str(&format!(
+                    ", and {share} of their scales are too small to be precise"
+                ));
+            }
+            Some(("hidden-error", what))
+        } else if unusual && small + zeroed > SMALL_WARNED {
+            let share = Percent(small);
+            let what = format!(
+                "{share} of its block scales are too small to be precise, and its error is {shown}"
+            );
+            Some(("small-scales", what))
+        } else {
+            None
+        }
+    }
+}
+
+/// A weight that shares its tensor scale with another one, whose largest value is far beyond its
+/// own.
+struct Neighbor<'m> {
+    name: &'m str,
+    /// The largest block scale of the other one by its own. Infinite if its own are all 0.
+    times: f64,
 }
 
 impl Errors {
-    /// Makes percents of the sums of quantized weights, by their places in the model.
-    /// `not_measured` more were changed.
+    /// Makes percents of the sums of quantized weights, by their places in the model, and warns of
+    /// those that lost much. The weights of a group share a tensor scale.
     pub(crate) fn of_quantized(
         model: &Model<'_>,
-        not_measured: usize,
+        groups: &[Vec<usize>],
         measured: Vec<TallyAt>,
+        remarks: &mut Remarks,
     ) -> Self {
-        let mut errors = Self::new(model, not_measured, measured);
-        let text = |name: &str, error: Percent| {
-            format!("`{name}`: its error is {error}; pass --keep '{name}' to keep it")
-        };
-        errors.warnings = errors.beyond(WARNED, "an error", |weight| weight.error_percent, text);
-        // The error of other weights is that of their largest values alone.
-        let zeroed = |weight: &WeightError| match weight.error_percent > WARNED {
-            true => 0.0,
-            false => weight.zeroed_blocks_percent.unwrap_or(0.0),
-        };
-        let text = |name: &str, share: Percent| {
-            format!(
-                "`{name}`: {share} of its blocks became zero: next to its largest value they are \
-                 below the range of NVFP4; pass --keep '{name}' to keep it, or --format mxfp4, \
-                 whose scales reach further"
-            )
-        };
-        errors.warnings.extend(errors.beyond(ZEROED_WARNED, "blocks of zeros", zeroed, text));
+        let quantized: usize = groups.iter().map(Vec::len).sum();
+        let errors = Self::new(model, quantized.saturating_sub(measured.len()), &measured);
+        let tallies: BTreeMap<usize, &Tally> = measured.iter().map(|(at, t)| (*at, t)).collect();
+        let mut lost: Vec<_> = tallies
+            .iter()
+            .zip(&errors.weights)
+            .filter_map(|((at, _), weight)| Some((*at, weight, weight.loss()?)))
+            .collect();
+        lost.sort_by(|(_, a, _), (_, b, _)| b.error_percent.total_cmp(&a.error_percent));
+        for (at, WeightError { name, .. }, (kind, what)) in lost {
+            let scaled = tallies[&at].blocks.all > 0;
+            let format = match (kind, scaled) {
+                ("large-error", _) | (_, false) => "",
+                (_, true) => ", or --format mxfp4, whose scales reach further",
+            };
+            let remedy = match neighbor(model, groups, &tallies, at) {
+                Some(Neighbor { name: other, times }) => {
+                    let times = match times < SEEN {
+                        true => format!("{times:.0} times its own"),
+                        false => "far beyond its own".to_owned(),
+                    };
+                    format!(
+                        "it shares its tensor scale with `{other}`, whose largest value is {times}; \
+                         set `together = false` in a recipe, or pass --keep '{other}'"
+                    )
+                }
+                None => format!("pass --keep '{name}' to keep it{format}"),
+            };
+            remarks.warn(Warning::of(kind, name, format!("{what}; {remedy}")));
+        }
+        let zero = |(_, tally): &&TallyAt| tally.values == [0.0; 2];
+        let zero = measured.iter().filter(zero).map(|(at, _)| model.weights[*at].name.clone());
+        remarks.warn_all("all-zero", zero.collect(), "all of its values are zero");
         errors
     }
 
-    /// Makes percents of the sums of matrices that a dtype was cast to.
-    pub(crate) fn of_casts(model: &Model<'_>, measured: Vec<TallyAt>) -> Self {
-        let mut errors = Self::new(model, 0, measured);
-        let text = |name: &str, error: Percent| {
-            format!("`{name}`: the cast changes it by {error}; leave out --cast-kept")
-        };
-        let error = |weight: &WeightError| weight.error_percent;
-        errors.warnings = errors.beyond(CAST_WARNED, "an error", error, text);
+    /// Makes percents of the sums of matrices that a dtype was cast to, and warns of those that
+    /// lost much.
+    pub(crate) fn of_casts(
+        model: &Model<'_>,
+        measured: Vec<TallyAt>,
+        remarks: &mut Remarks,
+    ) -> Self {
+        let errors = Self::new(model, 0, &measured);
+        let mut lost: Vec<&WeightError> =
+            errors.weights.iter().filter(|weight| weight.error_percent > CAST_WARNED).collect();
+        lost.sort_by(|a, b| b.error_percent.total_cmp(&a.error_percent));
+        for WeightError { name, error_percent, .. } in lost {
+            let error = Percent(*error_percent);
+            let what = format!("the cast changes it by {error}; leave out --cast-kept");
+            remarks.warn(Warning::of("cast-error", name, what));
+        }
         errors
     }
 
-    fn new(model: &Model<'_>, not_measured: usize, mut measured: Vec<TallyAt>) -> Self {
+    /// Warns of weights without an error of outputs where others have one. `unusable` are those
+    /// that are warned of already.
+    pub(crate) fn warn_of_outputs(&self, unusable: &[String], remarks: &mut Remarks) {
+        if self.mean_output_percent.is_none() {
+            return;
+        }
+        let without = self.weights.iter().filter(|weight| weight.output_error_percent.is_none());
+        let names = without.map(|weight| weight.name.clone());
+        let names = names.filter(|name| !unusable.contains(name)).collect();
+        let what = "the error of its outputs is not measured and not in their mean, as there is no \
+                    whole `X^T X` of its inputs; calibrate again to have it";
+        remarks.warn_all("no-output-error", names, what);
+    }
+
+    fn new(model: &Model<'_>, not_measured: usize, measured: &[TallyAt]) -> Self {
+        let mut measured: Vec<&TallyAt> = measured.iter().collect();
         measured.sort_by_key(|(at, _)| *at);
-        let share = |[zeroed, all]: [u64; 2]| (all > 0).then(|| 100.0 * zeroed as f64 / all as f64);
-        let error = |(at, tally): TallyAt| WeightError {
-            name: model.weights[at].name.clone(),
-            error_percent: Percent::of(tally.values).0,
-            output_error_percent: tally.outputs.map(|outputs| Percent::of(outputs).0),
-            zeroed_blocks_percent: share(tally.zeroed),
-        };
-        let weights: Vec<WeightError> = measured.into_iter().map(error).collect();
+        let error = |(at, tally): &&TallyAt| WeightError::new(&model.weights[*at].name, tally);
+        let weights: Vec<WeightError> = measured.iter().map(error).collect();
         let worst = weights.iter().max_by(|a, b| a.error_percent.total_cmp(&b.error_percent));
         Self {
             mean_percent: mean(weights.iter().map(|weight| weight.error_percent)),
@@ -164,7 +313,6 @@ impl Errors {
             mean_output_percent: mean(weights.iter().filter_map(|w| w.output_error_percent)),
             not_measured,
             weights,
-            warnings: Vec::new(),
         }
     }
 
@@ -183,6 +331,11 @@ impl Errors {
         let mut text = format!("mean error {mean}, worst {most} {}", worst.name);
         if let Some(outputs) = self.mean_output_percent {
             text.push_str(&format!("; mean error of outputs {}", Percent(outputs)));
+            let known = self.weights.iter().filter(|weight| weight.output_error_percent.is_some());
+            let known = known.count();
+            if known < self.count() {
+                text.push_str(&format!(" (of {known} of {})", counted(self.count(), "weight")));
+            }
         }
         match self.not_measured {
             0 => {}
@@ -190,38 +343,23 @@ impl Errors {
         }
         text
     }
+}
 
-    /// The warnings about these weights, the worst first.
-    pub(crate) fn warnings(&self) -> &[String] {
-        &self.warnings
-    }
-
-    /// Adds a warning about some of the weights.
-    pub(crate) fn warn(&mut self, warning: String) {
-        self.warnings.push(warning);
-    }
-
-    /// Describes the weights of which some share is beyond some percent, the worst first.
-    fn beyond(
-        &self,
-        percent: f64,
-        what: &str,
-        share: impl Fn(&WeightError) -> f64,
-        describe: impl Fn(&str, Percent) -> String,
-    ) -> Vec<String> {
-        let mut far: Vec<(f64, &WeightError)> =
-            self.weights.iter().map(|weight| (share(weight), weight)).collect();
-        far.retain(|(share, _)| *share > percent);
-        far.sort_by(|(a, _), (b, _)| b.total_cmp(a));
-        let warning =
-            |(share, weight): &(f64, &WeightError)| describe(&weight.name, Percent(*share));
-        let mut warnings: Vec<String> = far.iter().take(SHOWN).map(warning).collect();
-        if far.len() > SHOWN {
-            let more = counted(far.len() - SHOWN, "more weight");
-            warnings.push(format!("{what} beyond {percent} %: {more}; --json lists all"));
-        }
-        warnings
-    }
+/// Finds the weight with the largest values among those that share a tensor scale with one, if they
+/// are far beyond its own.
+fn neighbor<'m>(
+    model: &'m Model<'_>,
+    groups: &[Vec<usize>],
+    tallies: &BTreeMap<usize, &Tally>,
+    at: usize,
+) -> Option<Neighbor<'m>> {
+    let peak = |at: usize| tallies.get(&at).map(|tally| tally.blocks.peak);
+    let group = groups.iter().find(|group| group.contains(&at))?;
+    let others = group.iter().filter(|&&other| other != at);
+    let others = others.filter_map(|&other| Some((peak(other)?, other)));
+    let (largest, other) = others.max_by(|(a, _), (b, _)| a.total_cmp(b))?;
+    let times = largest / peak(at)?;
+    (times >= APART).then(|| Neighbor { name: &model.weights[other].name, times })
 }
 
 /// Returns the mean of errors. None: there are none.

@@ -12,7 +12,7 @@ use clap::builder::PossibleValuesParser;
 
 use crate::counted::counted;
 use crate::error::CliError;
-use crate::print::{note, warn};
+use crate::remarks::{Remarks, Warning};
 
 // A checkpoint to read. No documentation: clap would take it for that of the command.
 #[derive(clap::Args)]
@@ -27,8 +27,8 @@ pub(crate) struct Input {
 
 impl Input {
     /// Opens it: headers are read and checked, tensors are not.
-    pub(crate) fn open(&self) -> Result<Checkpoint, CliError> {
-        open(&self.path, self.from.as_deref())
+    pub(crate) fn open(&self, remarks: &mut Remarks) -> Result<Checkpoint, CliError> {
+        open(&self.path, self.from.as_deref(), remarks)
     }
 }
 
@@ -80,7 +80,10 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
 
 /// Reads a checkpoint's model with the scales of whole tensors in memory: plans, warnings and
 /// notes look at them, and must not meet a map whose file was cut off.
-pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
+pub(crate) fn model<'c>(
+    checkpoint: &'c Checkpoint,
+    remarks: &mut Remarks,
+) -> Result<Model<'c>, CliError> {
     let mut model = checkpoint.model()?;
     Reader::new(checkpoint.container()).scales(&mut model)?;
     let cast = |weight: &&Weight<'_>| match &weight.value {
@@ -90,7 +93,8 @@ pub(crate) fn model(checkpoint: &Checkpoint) -> Result<Model<'_>, CliError> {
     let cast = model.weights.iter().filter(cast).count();
     if cast > 0 {
         let (path, cast) = (checkpoint.container().root().display(), counted(cast, "weight"));
-        note(format!("{path}: {cast} in FP8 without scales, read by the values of the dtype"));
+        let what = "in FP8 without scales, read by the values of the dtype";
+        remarks.note(format!("{path}: {cast} {what}"));
     }
     Ok(model)
 }
@@ -106,7 +110,7 @@ pub(crate) fn not_copied(checkpoint: &Checkpoint, dialect: &str) -> Option<Strin
     let list = |paths: &[PathBuf]| paths.iter().map(name).collect::<Vec<_>>().join(", ");
     if dialect == GGUF {
         // Files that a folder needs with its weights.
-        let config = container.config().map(|_| container.root().join(CONFIG));
+        let config = container.configs().find(|path| path.ends_with(CONFIG));
         let files: Vec<PathBuf> = config.into_iter().chain(container.sidecars().to_vec()).collect();
         return (!files.is_empty()).then(|| {
             let files = list(&files);
@@ -169,22 +173,30 @@ fn is_file_name(name: &str) -> bool {
 }
 
 /// Opens a checkpoint in a dialect, or in the one that it is known by.
-pub(crate) fn open(path: &Path, dialect: Option<&str>) -> Result<Checkpoint, CliError> {
+pub(crate) fn open(
+    path: &Path,
+    dialect: Option<&str>,
+    remarks: &mut Remarks,
+) -> Result<Checkpoint, CliError> {
     let checkpoint = match dialect {
         Some(dialect) => Checkpoint::open_as(path, dialect),
         None => Checkpoint::open(path),
     };
     let checkpoint = checkpoint.map_err(|error| missing(path, error))?;
     if let Some([number, count]) = checkpoint.container().shard() {
-        warn(format!(
+        let text = format!(
             "{}: by its name shard {number} of {count}, whose weights alone are read; give the \
              folder with all of them",
             path.display()
-        ));
+        );
+        remarks.warn(Warning::of_all("shard-alone", text));
     }
     if checkpoint.known_by() == KnownBy::Tensors {
         let (path, dialect) = (path.display(), checkpoint.dialect());
-        note(format!("{path}: read as {dialect}, by the names of its tensors"));
+        remarks.note(format!("{path}: read as {dialect}, by the names of its tensors"));
+    }
+    if path.is_file() && checkpoint.container().config().is_some() {
+        remarks.note(format!("{}: read with the {CONFIG} beside it", path.display()));
     }
     Ok(checkpoint)
 }

@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::dialect;
 use burn_fp4_checkpoints::{
-    CheckpointError, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, Weight,
+    CheckpointError, DefectKind, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, Weight,
     WriteOptions, WriteReport, missing_layers, packed_embedding, unlike_scales,
 };
 use burn_fp4_search::formats::Fp4Format;
 use serde::Serialize;
 
-use crate::accuracy::{Errors, Tally};
+use crate::accuracy::{Errors, Tally, TallyAt};
+use crate::cast::error_of_decoding;
 use crate::checkpoint::{GGUF, Input, is_gguf, model, not_copied, target, writable};
 use crate::counted::counted;
 use crate::error::CliError;
@@ -18,9 +19,10 @@ use crate::finite::Copied;
 use crate::fold::{Folded, fold, short_reason};
 use crate::interrupt::Announced;
 use crate::percent::Percent;
-use crate::print::{next, print, print_json, warn};
+use crate::print::{next, print, print_json};
 use crate::progress;
 use crate::readers;
+use crate::remarks::{self, Remarks, Warning};
 use crate::size::Size;
 use crate::table::{width, wrapped};
 use crate::unheld::{holders, pattern};
@@ -34,6 +36,7 @@ use crate::unheld::{holders, pattern};
 /// from. A weight whose columns do not fit the new format or dialect is kept in its own
 /// format, or as bf16 where the dialect has no place for that.
 #[derive(clap::Args)]
+#[command(after_long_help = remarks::help())]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
@@ -81,7 +84,8 @@ fn float(name: &str) -> Result<Dtype, String> {
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let dialect = dialect_of(arguments)?;
     let out = target(&arguments.out, dialect)?;
-    let checkpoint = arguments.input.open()?;
+    let mut remarks = Remarks::default();
+    let checkpoint = arguments.input.open(&mut remarks)?;
     let options = WriteOptions {
         cast: arguments.format,
         decode_fp8: arguments.decode_fp8,
@@ -90,23 +94,24 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         inexact: arguments.inexact,
         ..WriteOptions::default()
     };
-    let model = model(&checkpoint)?;
+    let model = model(&checkpoint, &mut remarks)?;
+    remarks.print();
     let reader = Reader::new(checkpoint.container());
     let planned = model.plan_keeping(dialect, &options, &reader, &arguments.keep);
     let planned = planned.map_err(|error| unheld(error, &model).of_option().meanwhile())?;
     let mut output = planned.create(&out, "convert", Start::Over)?;
     let copied = Copied::default();
     let written = write(&planned, &mut output, &model, &reader, &copied);
-    let finished = written.and_then(|()| Ok(output.finish()?));
-    finished.map_err(CliError::meanwhile)?.into_iter().for_each(unconfirmed);
-    copied.warn(&model);
-    let mut notes = changes(&planned.report());
-    notes.extend(kept_notes(&model, planned.kept()));
-    notes.extend(result_notes(&model, dialect, &options, planned.kept())?);
-    notes.extend(not_copied(&checkpoint, dialect));
-    missing_layers(&model).iter().for_each(warn);
-    let report = Report::new(&model, dialect, &planned, notes);
-    report.errors.warnings().iter().for_each(warn);
+    let finished = written.and_then(|decoded| Ok((decoded, output.finish()?)));
+    let (decoded, lost) = finished.map_err(CliError::meanwhile)?;
+    remarks.warn_each(lost.iter().map(unconfirmed));
+    copied.warn(&model, &mut remarks);
+    remarks.note_each(changes(&planned.report()));
+    remarks.note_each(kept_notes(&model, planned.kept()));
+    remark(&model, dialect, &options, planned.kept(), &mut remarks)?;
+    remarks.note_each(not_copied(&checkpoint, dialect));
+    remarks.warn_each(missing_layers(&model));
+    let report = Report::new(&model, dialect, &planned, decoded, remarks);
     match arguments.json {
         true => print_json(&report),
         false => print(&report.text(&out)),
@@ -124,25 +129,35 @@ struct Report {
     /// Bytes of the tensors in them.
     tensor_bytes: u64,
     /// Changes, and whatever else is worth knowing, in sentences.
-    notes: Vec<String>,
+    #[serde(flatten)]
+    remarks: Remarks,
     /// The errors of weights whose values changed, against the input, not the model before it.
     errors: Errors,
 }
 
 impl Report {
-    fn new(model: &Model<'_>, dialect: &str, planned: &Planned<'_>, notes: Vec<String>) -> Self {
+    /// Prints the warnings of a conversion and reports it.
+    fn new(
+        model: &Model<'_>,
+        dialect: &str,
+        planned: &Planned<'_>,
+        decoded: Vec<TallyAt>,
+        mut remarks: Remarks,
+    ) -> Self {
         let WriteReport { files, tensors, bytes: tensor_bytes, .. } = planned.report();
         let changed = planned.changed().iter().map(|&(at, values)| (at, Tally::of_values(values)));
-        let errors = Errors::of_quantized(model, 0, changed.collect());
+        let measured = changed.chain(decoded).collect();
+        let errors = Errors::of_quantized(model, &[], measured, &mut remarks);
+        remarks.print_warnings();
         let (dialect, bytes) = (dialect.to_owned(), planned.length());
-        Self { dialect, files, tensors, bytes, tensor_bytes, notes, errors }
+        Self { dialect, files, tensors, bytes, tensor_bytes, remarks, errors }
     }
 
     fn text(&self, out: &Path) -> String {
         let [tensors, files] =
             [(self.tensors, "tensor"), (self.files, "file")].map(|(n, noun)| counted(n, noun));
         let mut text = format!("{}: {tensors}, {files}, {}\n", out.display(), Size(self.bytes));
-        for note in &self.notes {
+        for note in self.remarks.notes() {
             text.push_str(&format!("{}\n", wrapped(&format!("note: {note}"), width())));
         }
         match self.errors.count() {
@@ -159,14 +174,15 @@ impl Report {
 }
 
 /// Writes the weights as they are: their tensors, or what another dialect makes of their codes and
-/// scales.
+/// scales. Returns the errors of those that are decoded to floats and changed by that.
 fn write<'m>(
     planned: &Planned<'_>,
     output: &mut Output<'_>,
     model: &Model<'m>,
     reader: &Reader<'m>,
     copied: &Copied,
-) -> Result<(), CliError> {
+) -> Result<Vec<TallyAt>, CliError> {
+    let mut decoded = Vec::new();
     let bar = progress::bytes(model.weights.iter().map(|weight| weight.bytes() as u64).sum(), 0);
     let _announced = Announced::new(&bar, "run the same command to start over");
     for (at, weight) in model.weights.iter().enumerate() {
@@ -179,17 +195,24 @@ fn write<'m>(
                     output.put(&piece, &bytes)?;
                 }
             }
-            false => output.write(at, &reader.weight(weight)?)?,
+            false => {
+                let weight = reader.weight(weight)?;
+                let dtype = planned.decoded_to(at);
+                let error = dtype.and_then(|dtype| error_of_decoding(&weight, dtype));
+                decoded.extend(error.filter(|error| error.values[0] > 0.0).map(|one| (at, one)));
+                output.write(at, &weight)?;
+            }
         }
         bar.inc(weight.bytes() as u64);
     }
     bar.finish_and_clear();
-    Ok(())
+    Ok(decoded)
 }
 
 /// Warns that the file system has not confirmed that a result stays.
-pub(crate) fn unconfirmed(error: CheckpointError) {
-    warn(format!("{error}: the result is whole, but its name may be lost if power fails now"));
+pub(crate) fn unconfirmed(error: &CheckpointError) -> Warning {
+    let what = "the result is whole, but its name may be lost if power fails now";
+    Warning::of_all("unconfirmed", format!("{error}: {what}"))
 }
 
 /// The dialect that is asked for, or that the name of the file says.
@@ -206,15 +229,15 @@ fn dialect_of(arguments: &Arguments) -> Result<&str, CliError> {
     }
 }
 
-/// Notes on the result.
-fn result_notes(
+/// Adds notes and warnings about readers of the result.
+fn remark(
     model: &Model<'_>,
     dialect: &str,
     options: &WriteOptions,
     kept: &[Kept],
-) -> Result<Vec<String>, CliError> {
+    remarks: &mut Remarks,
+) -> Result<(), CliError> {
     let (_, writer) = dialect::writer(dialect)?;
-    let mut notes = Vec::new();
     let scaled = options.cast.is_none_or(|format| format.row().tensor_scale);
     if let Some(pair) = unlike_scales(model).first()
         && writer.fuses()
@@ -222,24 +245,26 @@ fn result_notes(
         && options.decode_fp4.is_none()
     {
         let [one, other] = pair.map(|at| &model.weights[at].name);
-        notes.push(format!(
+        let text = format!(
             "`{one}` and `{other}` have different tensor scales: engines that run both as one \
              scale one of them again, which changes its values"
-        ));
+        );
+        let weights = vec![one.clone(), other.clone()];
+        remarks.warn(Warning { kind: DefectKind::UnlikeScales.name(), weights, text });
     }
     let stays = |at: usize| {
         let kept = kept.iter().find(|kept| kept.weight == at);
         matches!(model.weights[at].value, Value::Fp4(_))
             && kept.map_or(options.decode_fp4.is_none(), |kept| kept.floats.is_none())
     };
-    notes.extend(packed_embedding(model, dialect, stays).map(|trap| trap.to_string()));
+    remarks.warn_each(packed_embedding(model, dialect, stays));
     if !model.weights.iter().any(|weight| weight.is_quantized()) {
-        notes.push("no weight is FP4; `fp4 quantize` makes them FP4".to_owned());
+        remarks.note("no weight is FP4; `fp4 quantize` makes them FP4");
     }
     if dialect == GGUF {
-        notes.extend(readers::gguf_note(model));
+        remarks.note_each(readers::gguf_note(model));
     } else if model.gguf.is_some() {
-        notes.push(readers::from_gguf_note(model));
+        remarks.note(readers::from_gguf_note(model));
     }
     let becomes = |(at, weight): (usize, &Weight<'_>)| {
         let Value::Fp4(fp4) = &weight.value else { return None };
@@ -255,11 +280,20 @@ fn result_notes(
     let changed = options.cast.is_some() || options.decode_fp4.is_some();
     let copied = !changed && model.quantization.dialect == dialect;
     if !copied && !formats.is_empty() {
-        notes.extend(readers::notes(dialect, formats)?);
-        notes.extend(readers::cache_note(dialect, model));
-        notes.extend(readers::transformers_note(dialect, model).filter(|_| model.gguf.is_none()));
+        remarks.note_each(readers::notes(dialect, formats)?);
+        remarks.note_each(readers::cache_note(dialect, model));
     }
-    Ok(notes)
+    let packed: Vec<usize> = (0..model.weights.len()).filter(|&at| stays(at)).collect();
+    let turned = packed.iter().map(|&at| &model.weights[at]).filter(|one| readers::is_turned(one));
+    let turned: Vec<String> = turned.map(|weight| weight.name.clone()).collect();
+    if copied || packed.is_empty() || model.gguf.is_some() {
+        // There is nothing to say of another project's own files.
+    } else if !turned.is_empty() {
+        remarks.warn(readers::turned_warning(dialect, turned)?);
+    } else {
+        readers::remark_transformers(dialect, model, &packed, remarks);
+    }
+    Ok(())
 }
 
 /// The error of a weight that the dialect cannot hold, with the options that help.

@@ -18,8 +18,8 @@ pub(crate) enum CliError {
     Checkpoint(#[from] CheckpointError),
     /// The result of a run that is to be resumed exists.
     #[error(
-        "{}: already exists, so no run is left to resume; keep it if it is the result of this \
-         command, else remove it, or write to another path", .path.display()
+        "{}: exists, so no interrupted run is left to resume; look at it with `fp4 inspect`, or \
+         remove it to quantize again", .path.display()
     )]
     NothingToResume {
         /// The result.
@@ -114,7 +114,8 @@ pub(crate) enum CliError {
     Choice(String),
     /// A file has no statistics of a weight.
     #[error(
-        "{path}: no statistics of `{weight}`; pass --keep '{weight}', or another --method",
+        "{path}: no statistics of `{weight}`; write those of the whole model with {made_by}, or \
+         pass --keep '{weight}' or another --method",
         path = .path.display()
     )]
     NoStatistics {
@@ -122,6 +123,8 @@ pub(crate) enum CliError {
         path: PathBuf,
         /// The weight.
         weight: String,
+        /// The program that writes them.
+        made_by: &'static str,
     },
     /// A file cannot be read or written.
     #[error("{path}: {source}", path = .path.display())]
@@ -317,6 +320,11 @@ impl CliError {
     /// Returns true if an error of the library comes with a remedy of the command line.
     pub(crate) fn has_remedy(error: &CheckpointError) -> bool {
         !remedy(error).is_empty()
+    }
+
+    /// Returns true if the text ends with a command in one line.
+    pub(crate) fn has_command(&self) -> bool {
+        matches!(self, Self::Checkpoint(CheckpointError::Pickle { .. }))
     }
 
     /// 3 if the machine failed, 2 if the command or a file is wrong.

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use burn_fp4_checkpoints::{Dtype, Model, Output, Value};
 
 use crate::counted::counted;
-use crate::print::warn;
+use crate::remarks::{Remarks, Warning};
 
 /// Counts the numbers of a dtype that are NaN or infinite: all bits of their exponents are set. A
 /// dtype without such numbers, or none, has 0.
@@ -30,13 +30,13 @@ fn count<const N: usize>(bytes: &[u8], high: impl Fn([u8; N]) -> [u8; 2], mask: 
     numbers.iter().filter(is_not_finite).count() as u64
 }
 
+/// The kind of the warnings about such values.
+pub(crate) const NOT_FINITE: &str = "not-finite";
+
 /// Names a number of such values.
 pub(crate) fn described(count: u64) -> String {
     counted(count as usize, "NaN or infinite value")
 }
-
-/// Weights that are warned of one by one.
-const SHOWN: usize = 5;
 
 /// The values of weights that are copied that are NaN or infinite, by places in the model.
 #[derive(Default)]
@@ -65,15 +65,11 @@ impl Copied {
     }
 
     /// Warns of these weights by name.
-    pub(crate) fn warn(self, model: &Model<'_>) {
+    pub(crate) fn warn(self, model: &Model<'_>, remarks: &mut Remarks) {
         let found = self.0.into_inner().unwrap_or_else(PoisonError::into_inner);
-        for (&at, &count) in found.iter().take(SHOWN) {
-            let (name, found) = (&model.weights[at].name, described(count));
-            warn(format!("`{name}`: {found}, copied into the result; fix the weight"));
-        }
-        if found.len() > SHOWN {
-            let more = counted(found.len() - SHOWN, "more weight");
-            warn(format!("NaN or infinite values: {more}; `fp4 inspect` counts them"));
+        for (at, count) in found {
+            let what = format!("{}, copied into the result; fix the weight", described(count));
+            remarks.warn(Warning::of(NOT_FINITE, &model.weights[at].name, what));
         }
     }
 }

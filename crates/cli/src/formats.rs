@@ -31,18 +31,19 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     }
     let types: Vec<_> = DataType::decoded_ggml().map(|row| row.name).collect();
     let types = wrapped(&format!("Read as floats from GGUF: {}", types.join(", ")), width());
-    print(&format!("{text}\n{}\n\n{types}\n", readers::table()))
+    let readers = wrapped(&readers::table(), width());
+    print(&format!("{text}\n{readers}\n\n{types}\n"))
 }
 
 /// The elements, which all formats share.
 fn elements() -> String {
     let line = |what: &str, of: fn(u8) -> String| {
-        let cells: String = (0..8).map(|code| format!("{:>5}", of(code))).collect();
+        let cells: String = (0..8).map(|code| format!("{:>4}", of(code))).collect();
         format!("  {what:<5}{cells}\n")
     };
     let codes = line("code", |code| code.to_string());
     let values = line("value", |code| E2M1.decode(code).to_string());
-    format!("element (E2M1)\n{codes}{values}  codes 8 to 15 are the same with a minus sign\n")
+    format!("element (E2M1)\n{codes}{values}  codes 8 to 15 are these with a minus\n")
 }
 
 fn facts(format: Fp4Format) -> String {

@@ -1,27 +1,35 @@
 //! `fp4 inspect`: the weights of a checkpoint, and defects that no reader reports.
 
 use burn_fp4_checkpoints::selection::Selection;
-use burn_fp4_checkpoints::{Checkpoint, Fp4Facts, Model, Reader, Value, Weight, traps};
+use burn_fp4_checkpoints::{
+    Checkpoint, DefectKind, Fp4Facts, Model, Reader, Value, Weight, defects,
+};
 use burn_fp4_policy::{Decision, Policy, Recipe};
 use serde::Serialize;
 
 use crate::checkpoint::{Input, is_of_ggml, is_quantized, model};
 use crate::counted::counted;
 use crate::error::CliError;
-use crate::finite;
+use crate::finite::{self, NOT_FINITE};
 use crate::fold::{Folded, fold_weights, natural};
+use crate::number::number;
 use crate::print::{print, print_json, warning};
 use crate::progress;
+use crate::remarks::{self, Remarks, Warning};
 use crate::size::Size;
 use crate::table::{Column, Order, table, width, wrapped};
 
 /// List the weights of a checkpoint with formats, sizes and scales, and warn of defects that no
 /// reader reports.
 ///
-/// Warnings: NaN and infinite values, tensor scales that look like their reciprocal, blocks lost to
-/// a scale of 0, NaN scales, saturated scales, constant input scales, and query/key/value or
-/// gate/up layers that engines cannot run as one.
+/// A saturated block has the largest block scale of its format: it has no room for larger values. A
+/// zero block holds nothing but zeros.
+///
+/// Warnings: NaN and infinite values, weights of zeros, tensor scales that look like their
+/// reciprocal, blocks lost to a scale of 0, NaN scales, many saturated blocks, constant input
+/// scales, and query/key/value or gate/up layers that engines cannot run as one.
 #[derive(clap::Args)]
+#[command(after_long_help = remarks::help())]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
@@ -39,7 +47,8 @@ struct Report {
     dialect: &'static str,
     /// In the natural order of their names.
     weights: Vec<Row>,
-    warnings: Vec<String>,
+    #[serde(flatten)]
+    remarks: Remarks,
     totals: Totals,
 }
 
@@ -52,6 +61,9 @@ struct Row {
     bits_per_weight: f64,
     /// Values that are NaN or infinite, of weights in F64, F32, F16, BF16, and FP8 without scales.
     not_finite: u64,
+    /// True if it has values, and all of them are zero.
+    #[serde(skip)]
+    all_zero: bool,
     /// True if `fp4 quantize` would quantize it unasked.
     #[serde(skip)]
     chosen: bool,
@@ -64,8 +76,11 @@ struct Row {
 /// Facts that only FP4 has.
 #[derive(Serialize)]
 struct Blocks {
+    #[serde(serialize_with = "number")]
     smallest_scale: f32,
+    #[serde(serialize_with = "number")]
     largest_scale: f32,
+    #[serde(serialize_with = "number")]
     tensor_scale: f32,
     blocks: u64,
     zero_blocks: u64,
@@ -103,15 +118,18 @@ struct FormatTotals {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
-    let report = examine(&arguments.input.open()?).map_err(CliError::meanwhile)?;
+    let mut remarks = Remarks::default();
+    let checkpoint = arguments.input.open(&mut remarks)?;
+    let report = examine(&checkpoint, remarks).map_err(CliError::meanwhile)?;
     match arguments.json {
         true => print_json(&report),
         false => print(&report.text(arguments.all, width())),
     }
 }
 
-fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
-    let model = model(checkpoint)?;
+fn examine(checkpoint: &Checkpoint, mut remarks: Remarks) -> Result<Report, CliError> {
+    let model = model(checkpoint, &mut remarks)?;
+    remarks.print_notes();
     let reader = Reader::new(checkpoint.container());
     let total: usize = model.weights.iter().map(Weight::bytes).sum();
     let bar = progress::bytes(total as u64, 0);
@@ -126,7 +144,7 @@ fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
             },
             Value::Plain(_) | Value::Fp8(_) => None,
         };
-        let mut row = Row::new(weight, found.as_ref(), not_finite(&reader, weight)?);
+        let mut row = Row::new(weight, found.as_ref(), values(&reader, weight)?);
         row.chosen = matches!(decisions.get(at), Some(Decision::Quantize { .. }));
         weights.push(row);
         facts.push(found);
@@ -135,9 +153,12 @@ fn examine(checkpoint: &Checkpoint) -> Result<Report, CliError> {
     bar.finish_and_clear();
     weights.sort_by(|a, b| natural(&a.name).cmp(&natural(&b.name)));
     let totals = Totals::new(&weights);
-    let found = traps(&model, &facts).iter().map(ToString::to_string).collect::<Vec<_>>();
-    let warnings = weights.iter().filter_map(Row::warning).chain(found).collect();
-    Ok(Report { dialect: checkpoint.dialect(), weights, warnings, totals })
+    remarks.warn_each(weights.iter().filter_map(Row::warning));
+    let zero = weights.iter().filter(|row| row.all_zero && row.chosen);
+    let zero = zero.map(|row| row.name.clone()).collect();
+    remarks.warn_all(DefectKind::AllZero.name(), zero, "all of its values are zero");
+    remarks.warn_each(defects(&model, &facts));
+    Ok(Report { dialect: checkpoint.dialect(), weights, remarks, totals })
 }
 
 /// The decisions of `fp4 quantize` without options. Empty: it would refuse the model.
@@ -150,17 +171,27 @@ fn decisions(model: &Model<'_>) -> Vec<Decision> {
 /// Bytes that are read at a time.
 const PIECE: usize = 1 << 20;
 
-/// Counts the values of a weight that are NaN or infinite, in the memory of a piece.
-fn not_finite<'c>(reader: &Reader<'c>, weight: &Weight<'c>) -> Result<u64, CliError> {
-    let Value::Plain(tensor) = &weight.value else { return Ok(0) };
+/// The values of a weight that is not quantized.
+#[derive(Default)]
+struct Values {
+    /// Those that are NaN or infinite.
+    not_finite: u64,
+    /// True if there are some, and all of them are zero.
+    all_zero: bool,
+}
+
+/// Looks at the values of a weight, in the memory of a piece.
+fn values<'c>(reader: &Reader<'c>, weight: &Weight<'c>) -> Result<Values, CliError> {
+    let Value::Plain(tensor) = &weight.value else { return Ok(Values::default()) };
     let mut piece = vec![0; PIECE.min(tensor.bytes.len())];
-    let mut found = 0;
+    let mut values = Values { not_finite: 0, all_zero: !tensor.bytes.is_empty() };
     for mapped in tensor.bytes.chunks(PIECE) {
         let piece = &mut piece[..mapped.len()];
         reader.read(&tensor.name, mapped, piece)?;
-        found += finite::count_not_finite(tensor.plain(), piece);
+        values.not_finite += finite::count_not_finite(tensor.plain(), piece);
+        values.all_zero &= piece.iter().all(|&byte| byte == 0);
     }
-    Ok(found)
+    Ok(values)
 }
 
 fn bits(bytes: usize, values: usize) -> f64 {
@@ -168,7 +199,7 @@ fn bits(bytes: usize, values: usize) -> f64 {
 }
 
 impl Row {
-    fn new(weight: &Weight<'_>, facts: Option<&Fp4Facts>, not_finite: u64) -> Self {
+    fn new(weight: &Weight<'_>, facts: Option<&Fp4Facts>, values: Values) -> Self {
         let fp4 = facts.map(|facts| Blocks {
             smallest_scale: facts.scales[0],
             largest_scale: facts.scales[1],
@@ -183,7 +214,8 @@ impl Row {
             shape: weight.shape().to_vec(),
             bytes: weight.bytes(),
             bits_per_weight: bits(weight.bytes(), weight.len()),
-            not_finite,
+            not_finite: values.not_finite,
+            all_zero: values.all_zero,
             chosen: false,
             fp4,
             group: match (is_of_ggml(weight), is_quantized(weight)) {
@@ -204,13 +236,14 @@ impl Row {
     }
 
     /// Warns of values that no command quantizes.
-    fn warning(&self) -> Option<String> {
+    fn warning(&self) -> Option<Warning> {
         let (name, found) = (&self.name, self.not_finite);
         let keep = match self.chosen {
             false => String::new(),
             true => format!(", or pass --keep '{name}' to `fp4 quantize`"),
         };
-        (found > 0).then(|| format!("`{name}`: {}; fix the weight{keep}", finite::described(found)))
+        let what = format!("{}; fix the weight{keep}", finite::described(found));
+        (found > 0).then(|| Warning::of(NOT_FINITE, name, what))
     }
 }
 
@@ -255,9 +288,6 @@ const WEIGHTS: Order<'_> = Order {
 const FORMATS: Order<'_> =
     Order { first: &["share", "bits a\nweight", "weights"], then: &[], last: &[] };
 
-/// Warnings of NaN and infinite values that are printed.
-const SHOWN: usize = 5;
-
 impl Report {
     fn text(&self, all: bool, width: Option<u16>) -> String {
         let mut text = format!("{}\n\n{}", self.table(all, width), self.summary(width));
@@ -265,15 +295,8 @@ impl Report {
             // Without tables there is nothing to set apart.
             text = text.trim_start().to_owned();
         }
-        let broken = self.weights.iter().filter(|row| row.not_finite > 0).count();
-        let more = broken.saturating_sub(SHOWN);
-        for warned in self.warnings[..broken - more].iter().chain(&self.warnings[broken..]) {
-            text.push_str(&format!("\n{}", warning(warned)));
-        }
-        if more > 0 {
-            let more = counted(more, "more weight");
-            let more = warning(format!("NaN or infinite values: {more}; --json lists all"));
-            text.push_str(&format!("\n{more}"));
+        for line in self.remarks.lines() {
+            text.push_str(&format!("\n{}", warning(line, width)));
         }
         text
     }

@@ -17,7 +17,10 @@
 //! | `size.rs`        | bytes as people write and read them                                   |
 //! | `finite.rs`      | values that are NaN or infinite                                       |
 //! | `percent.rs`     | relative errors as people read them                                   |
+//! | `number.rs`      | numbers in JSON, also infinite ones                                   |
 //! | `accuracy.rs`    | the errors of a run, by weight                                        |
+//! | `cast.rs`        | errors of casting and decoding weights to floats                      |
+//! | `remarks.rs`     | warnings and notes, printed and in JSON                               |
 //! | `table.rs`       | tables that fit the terminal                                          |
 //! | `page.rs`        | parts of pages and pictures                                           |
 //! | `fold.rs`        | names of a repeated pattern as one row, and their natural order       |
@@ -27,6 +30,7 @@
 //! | `error.rs`       | what can be wrong, and with which exit code it ends                   |
 
 mod accuracy;
+mod cast;
 mod checkpoint;
 mod compare;
 mod completions;
@@ -40,12 +44,14 @@ mod formats;
 mod inspect;
 mod interrupt;
 mod listed;
+mod number;
 mod page;
 mod percent;
 mod print;
 mod progress;
 mod quantize;
 mod readers;
+mod remarks;
 mod size;
 mod table;
 mod unheld;
@@ -53,7 +59,7 @@ mod unheld;
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// 4-bit floating point (NVFP4, MXFP4) for neural network weights.
 #[derive(Parser)]
@@ -104,13 +110,29 @@ fn with_tip(mut error: clap::Error) -> clap::Error {
         }
         _ => return error,
     };
-    error.insert(ContextKind::SuggestedValue, ContextValue::None);
+    error.remove(ContextKind::SuggestedValue);
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     error
 }
 
+/// Ends the program with the help that is asked for, or with an error in lines that fit a terminal.
+fn refuse(error: &clap::Error) -> ! {
+    let text = error.render().ansi().to_string();
+    let text = table::wrapped(text.trim_end(), table::width());
+    let printed = match error.use_stderr() {
+        true => Ok(print::say(text)),
+        false => print::print(&text),
+    };
+    let failed = printed.err().inspect(|error| print::fail(error));
+    std::process::exit(failed.map_or(error.exit_code(), |error| error.exit_code().into()))
+}
+
 fn main() -> ExitCode {
-    let arguments = Arguments::try_parse().unwrap_or_else(|error| with_tip(error).exit());
+    // Two columns of words have no room on a narrow terminal.
+    let narrow = table::width().is_some_and(|width| usize::from(width) < COLUMNS);
+    let found = Arguments::command().next_line_help(narrow).try_get_matches();
+    let arguments = found.and_then(|found| Arguments::from_arg_matches(&found));
+    let arguments = arguments.unwrap_or_else(|error| refuse(&with_tip(error)));
     let result = match arguments.command {
         Command::Quantize(arguments) => quantize::run(&arguments).map(|()| 0),
         Command::Convert(arguments) => convert::run(&arguments).map(|()| 0),

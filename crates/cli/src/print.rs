@@ -7,6 +7,7 @@ use std::path::Path;
 use anstyle::{AnsiColor, Style};
 
 use crate::error::CliError;
+use crate::table::{width, wrapped};
 
 /// Prints a text and a newline; colors only reach a terminal, unless NO_COLOR is set. A reader that
 /// has seen enough, such as `head`, is no error.
@@ -28,24 +29,32 @@ pub(crate) fn print_json(value: &impl serde::Serialize) -> Result<(), CliError> 
 const RED: Style = AnsiColor::Red.on_default().bold();
 const YELLOW: Style = AnsiColor::Yellow.on_default().bold();
 
-/// A warning in its color.
-pub(crate) fn warning(text: impl Display) -> String {
-    format!("{YELLOW}warning:{YELLOW:#} {text}")
+/// A warning in its color, in lines that fit a terminal.
+pub(crate) fn warning(text: impl Display, width: Option<u16>) -> String {
+    labelled("warning:", YELLOW, text, width)
+}
+
+/// A text behind a label in its color, in lines that fit a terminal.
+fn labelled(label: &str, style: Style, text: impl Display, width: Option<u16>) -> String {
+    let text = wrapped(&format!("{label} {text}"), width);
+    format!("{style}{label}{style:#}{}", &text[label.len()..])
 }
 
 /// Prints a warning on standard error.
 pub(crate) fn warn(text: impl Display) {
-    say(warning(text));
+    say(warning(text, width()));
 }
 
 /// Prints a note on standard error.
 pub(crate) fn note(text: impl Display) {
-    say(format!("note: {text}"));
+    say(labelled("note:", Style::new(), text, width()));
 }
 
 /// Prints what ended a command on standard error.
-pub(crate) fn fail(error: impl Display) {
-    say(format!("{RED}error:{RED:#} {error}"));
+pub(crate) fn fail(error: &CliError) {
+    // A line of a command that is to be copied is not broken.
+    let width = width().filter(|_| !error.has_command());
+    say(labelled("error:", RED, error, width));
 }
 
 /// Prints a line on standard error. Nothing is lost where that is closed: exit codes tell it too.

@@ -6,6 +6,7 @@ use burn_fp4_checkpoints::{Model, TransformersLoad, Value, Weight};
 use burn_fp4_search::formats::Fp4Format;
 
 use crate::error::CliError;
+use crate::remarks::{Remarks, Warning};
 
 /// Every dialect and format that a program reads, with these programs.
 pub(crate) fn table() -> String {
@@ -101,39 +102,45 @@ pub(crate) fn cache_note(dialect: &str, model: &Model<'_>) -> Option<String> {
     })
 }
 
-/// Says which readers cannot load layers that the source stores as `[inputs, outputs]`.
+/// Warns of readers that do not load layers that the source stores as `[inputs, outputs]`.
 ///
 /// # Errors
 /// If the dialect is not written.
-pub(crate) fn turned_note(dialect: &str) -> Result<String, CliError> {
+pub(crate) fn turned_warning(dialect: &str, weights: Vec<String>) -> Result<Warning, CliError> {
     let (_, writer) = writer(dialect)?;
-    Ok(match writer.turns() {
+    let text = match writer.turns() {
         true => "the model stores layers as [inputs, outputs]; they are written as [outputs, \
-                 inputs], which transformers does not load for such models"
+                 inputs], and transformers fills such layers with random values instead: do not \
+                 load the result with it"
             .to_owned(),
         false => format!(
             "the model stores layers as [inputs, outputs], and readers of `{dialect}` expect \
-             [outputs, inputs]"
+             [outputs, inputs]: they read other values; write the dialect {DEFAULT}"
         ),
-    })
+    };
+    Ok(Warning { kind: "turned-layers", weights, text })
 }
 
-/// Describes how transformers loads FP4 weights of compressed-tensors where the plain call does
-/// not: if its code needs them decoded, or if the other weights are not bf16, as it decodes to bf16
-/// and does not multiply numbers of two dtypes. None also for unknown architectures and layers
-/// `[inputs, outputs]`.
-pub(crate) fn transformers_note(dialect: &str, model: &Model<'_>) -> Option<String> {
-    let (architecture, load) = (model.architecture()?, model.transformers_load()?);
-    if dialect != DEFAULT {
-        return None;
-    }
-    let turned = |weight: &Weight<'_>| match &weight.value {
+/// Returns true if a packed weight is a layer that the source stores as `[inputs, outputs]`.
+pub(crate) fn is_turned(weight: &Weight<'_>) -> bool {
+    match &weight.value {
         Value::Fp4(fp4) => fp4.transposed && fp4.shape.len() == 2,
         Value::Plain(_) | Value::Fp8(_) => false,
-    };
-    if model.weights.iter().any(turned) {
-        return None;
     }
+}
+
+/// Says how transformers loads FP4 weights of compressed-tensors where the plain call does not: if
+/// its code needs them decoded, or if the other weights are not bf16, as it decodes to bf16 and
+/// does not multiply numbers of two dtypes. Warns of what it does not load. Unknown architectures
+/// get neither. `packed` are the weights in FP4, by their places in the model.
+pub(crate) fn remark_transformers(
+    dialect: &str,
+    model: &Model<'_>,
+    packed: &[usize],
+    remarks: &mut Remarks,
+) {
+    let known = model.architecture().zip(model.transformers_load());
+    let Some((architecture, load)) = known.filter(|_| dialect == DEFAULT) else { return };
     let config = model.config.as_ref();
     let field = |key| config.and_then(|c| c.get(key).or_else(|| c["text_config"].get(key)));
     let stated = ["dtype", "torch_dtype"].into_iter().find_map(field);
@@ -154,19 +161,24 @@ pub(crate) fn transformers_note(dialect: &str, model: &Model<'_>) -> Option<Stri
     };
     let dtype = stated.or_else(found).filter(|dtype| *dtype != "bfloat16");
     let decodes = "quantization_config=CompressedTensorsConfig(run_compressed=False)";
-    Some(match (load, dtype) {
-        (TransformersLoad::Packed, None) => return None,
-        (TransformersLoad::Packed, Some(dtype)) => format!(
+    match (load, dtype) {
+        (TransformersLoad::Packed, None) => {}
+        (TransformersLoad::Packed, Some(dtype)) => remarks.note(format!(
             "the model is in {dtype}, and transformers decodes FP4 to bfloat16: load the result \
              with from_pretrained(.., dtype=\"bfloat16\")"
-        ),
-        (TransformersLoad::Decoded, _) => format!(
+        )),
+        (TransformersLoad::Decoded, _) => remarks.note(format!(
             "the code of `{architecture}` in transformers needs decoded weights: load the result \
              with from_pretrained(.., dtype=\"bfloat16\", {decodes})"
-        ),
-        (TransformersLoad::Never, _) => format!(
-            "transformers stacks the experts of `{architecture}` and leaves the quantized ones \
-             out: do not load the result with it"
-        ),
-    })
+        )),
+        (TransformersLoad::Never, _) => {
+            let name = |&at: &usize| model.weights[at].name.clone();
+            let weights = packed.iter().map(name).filter(|name| name.contains("experts")).collect();
+            let text = format!(
+                "transformers stacks the experts of `{architecture}` and leaves the quantized \
+                 ones out: do not load the result with it"
+            );
+            remarks.warn(Warning { kind: "stacked-experts", weights, text });
+        }
+    }
 }

@@ -97,19 +97,26 @@ pub(crate) fn table(
     text
 }
 
-/// Breaks a line at spaces to fit the terminal. Its other lines are indented.
-pub(crate) fn wrapped(line: &str, width: Option<u16>) -> String {
+/// Breaks lines at spaces to fit the terminal. What follows a break is indented.
+pub(crate) fn wrapped(text: &str, width: Option<u16>) -> String {
     let Some(room) = width.map(|width| usize::from(width).max(NARROWEST)) else {
-        return line.to_owned();
+        return text.to_owned();
     };
-    let (mut text, mut used) = (String::new(), 0);
-    for word in line.split(' ') {
-        let length = word.chars().count();
-        if used > 0 && used + 1 + length > room {
-            text.push('\n');
-            text.push_str(&" ".repeat(GAP));
-            used = GAP;
-        } else if !text.is_empty() {
+    text.split('\n').map(|line| broken_at_spaces(line, room)).collect::<Vec<_>>().join("\n")
+}
+
+/// Breaks a line at spaces. Escape sequences, such as colors, take no room.
+fn broken_at_spaces(line: &str, room: usize) -> String {
+    let words = line.trim_start_matches(' ');
+    let indent = line.len() - words.len();
+    let (mut text, mut used) = (" ".repeat(indent), indent);
+    for (at, word) in words.split(' ').enumerate() {
+        let length = length(word);
+        if at > 0 && used + 1 + length > room {
+            let indent = indent + GAP;
+            text.push_str(&format!("\n{}", " ".repeat(indent)));
+            used = indent;
+        } else if at > 0 {
             text.push(' ');
             used += 1;
         }
@@ -117,6 +124,11 @@ pub(crate) fn wrapped(line: &str, width: Option<u16>) -> String {
         used += length;
     }
     text
+}
+
+/// The characters of a text that are seen.
+fn length(text: &str) -> usize {
+    anstream::adapter::strip_str(text).map(|part| part.chars().count()).sum()
 }
 
 /// Returns the characters that a column takes: of a text the least, in which no word is broken, of
@@ -277,6 +289,11 @@ mod tests {
         assert_eq!(wrapped(line, None), line);
         let word = "w".repeat(40);
         assert_eq!(wrapped(&format!("a {word} b"), Some(30)), format!("a\n  {word}\n  b"));
+        // Lines and their indents stay, and colors take no room.
+        assert_eq!(wrapped("a\n\n  b c", Some(20)), "a\n\n  b c");
+        let colored = "\u{1b}[31ma tip:\u{1b}[0m of 20 columns\n    of two words more";
+        let broken = "\u{1b}[31ma tip:\u{1b}[0m of 20 columns\n    of two words\n      more";
+        assert_eq!(wrapped(colored, Some(20)), broken);
     }
 
     #[test]

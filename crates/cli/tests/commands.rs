@@ -339,8 +339,8 @@ fn a_model_that_is_not_whole_is_an_error_or_a_warning() {
     assert!(said.contains(says), "{said}");
     assert!(succeeds(folder.path(), "inspect model").contains(says));
     let shard = "model-00002-of-00002.safetensors";
-    let (code, _, said) = run(folder.path(), &format!("inspect model/{shard}"));
-    assert!(code == 0 && said.contains("by its name shard 2 of 2, whose weights alone"), "{said}");
+    let said = succeeds(folder.path(), &format!("inspect model/{shard}"));
+    assert!(said.contains("by its name shard 2 of 2, whose weights alone"), "{said}");
     fs::create_dir(folder.path().join("part")).expect("a folder");
     fs::copy(path.join(shard), folder.path().join("part").join(shard)).expect("a shard");
     let says = ["part: has 1 of the 2 shards that its files count; download the others"];
@@ -404,8 +404,8 @@ fn inspection_counts_and_warns() {
         ("plain", "--decode-fp4 f32", false),
     ] {
         let to = format!("--out to-{dialect} --dialect {dialect} {more}");
-        let said = succeeds(folder.path(), &format!("convert out.gguf {to}"));
-        assert_eq!(said.contains("different tensor scales"), noted, "{said}");
+        let (code, _, said) = run(folder.path(), &format!("convert out.gguf {to}"));
+        assert!(code == 0 && said.contains("different tensor scales") == noted, "{said}");
     }
 }
 
@@ -526,6 +526,22 @@ fn infinities_are_compared() {
         assert!(code == 1 && table.contains("1 weight: 1 not comparable"), "{table}");
         assert!(table.contains("infinite"), "{table}");
     }
+    // JSON has neither infinity nor NaN.
+    write("zeros.safetensors", &[0.0, 0.0, 0.0]);
+    let json = run(folder.path(), "compare zeros.safetensors finite.safetensors --json").1;
+    let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+    assert_eq!(report["weights"][0]["error_percent"], "inf");
+    assert_eq!(report["kept_error_percent"], "inf");
+    assert_eq!(report["weights"][0]["largest_difference"], 4.0);
+    let json = run(folder.path(), "compare inf.safetensors finite.safetensors --json").1;
+    let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+    assert!(report["weights"][0]["error_percent"].is_null(), "{json}");
+    assert!(report["weights"][0]["problem"].is_string(), "{json}");
+    let help = succeeds(folder.path(), "compare --help").replace("\n  ", " ").replace('\n', " ");
+    assert!(
+        help.contains("JSON does not have are the texts \"inf\", \"-inf\" and \"nan\""),
+        "{help}"
+    );
     let same = succeeds(folder.path(), "compare inf.safetensors inf.safetensors");
     assert!(same.contains("1 weight: 1 the same"), "{same}");
     // An error of 0.5 beside numbers of norm 5.
@@ -606,4 +622,48 @@ fn formats_and_completions_are_printed() {
         assert!(succeeds(folder.path(), &format!("completions {shell}")).contains("quantize"));
     }
     assert_eq!(run(folder.path(), "completions dos").0, 2);
+}
+
+#[test]
+fn decoding_says_the_error_it_makes() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    succeeds(folder.path(), "quantize model --out out --dialect modelopt");
+    for (dtype, changed) in [("bf16", true), ("f32", false)] {
+        let command = format!("convert out --out {dtype} --dialect plain --decode-fp4 {dtype}");
+        let said = succeeds(folder.path(), &command);
+        assert!(said.contains("note: 14 weights decoded to floats"), "{said}");
+        assert_eq!(said.contains("14 weights changed against the input: mean error"), changed);
+        let between = errors_between(&folder.path().join("out"), &folder.path().join(dtype));
+        let json = succeeds(
+            folder.path(),
+            &format!("convert out --out {dtype}-json --dialect plain --decode-fp4 {dtype} --json"),
+        );
+        let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+        let errors = report["errors"]["weights"].as_array().expect("a list");
+        assert_eq!(errors.len(), if changed { 14 } else { 0 });
+        for error in errors {
+            let name = error["name"].as_str().expect("a name");
+            let found = error["error_percent"].as_f64().expect("a number");
+            let expected = between[name];
+            assert!((found - expected).abs() < 1e-3 * expected, "{name}: {found}, {expected}");
+        }
+    }
+}
+
+#[test]
+fn a_conversion_of_floats_states_no_quantization() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    for dialect in ["modelopt", "compressed-tensors", "miles", "mlx", "gpt-oss", "plain"] {
+        let command = format!("convert model --out {dialect} --dialect {dialect}");
+        let said = succeeds(folder.path(), &command);
+        assert!(said.contains("note: no weight is FP4"), "{said}");
+        let path = folder.path().join(dialect);
+        let config = fs::read_to_string(path.join("config.json")).expect("a config");
+        assert!(!config.contains("quant"), "{dialect}: {config}");
+        assert!(!path.join("hf_quant_config.json").exists(), "{dialect}");
+        let found = succeeds(folder.path(), &format!("inspect {dialect}"));
+        assert!(!found.contains("warning"), "{found}");
+    }
 }

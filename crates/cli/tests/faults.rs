@@ -499,7 +499,8 @@ fn a_run_whose_config_was_touched_is_resumed_and_a_finished_one_is_not() {
     succeeds(folder.path(), resume);
     // Its files do not say which method made them.
     for other in ["", " --method amax", " --dialect modelopt", " --json", " --dry-run"] {
-        let says = ["out: already exists, so no run is left to resume; keep it if"];
+        let says =
+            ["out: exists, so no interrupted run is left to resume; look at it with `fp4 inspect`"];
         fails(folder.path(), &format!("{resume}{other}"), 2, &says);
     }
 }

@@ -199,11 +199,13 @@ fn weights_that_lose_much_are_warned_of_with_what_to_do() {
     model::write(&folder.path().join("model.safetensors"), &weights.map(tensor));
     let (code, said, warned) = run(folder.path(), "quantize model.safetensors --out out");
     assert_eq!(code, 0, "{warned}");
-    let says = "warning: `layers.0.mlp.up_proj.weight`: its error is 100.00 %; \
-                pass --keep 'layers.0.mlp.up_proj.weight' to keep it";
+    let says = "warning: `layers.0.mlp.up_proj.weight`: its error is 100.00 %; it shares its tensor \
+                scale with `layers.0.mlp.gate_proj.weight`, whose largest value is far beyond its \
+                own; set `together = false` in a recipe, or pass --keep \
+                'layers.0.mlp.gate_proj.weight'";
     assert_eq!(warned.trim_end().lines().last(), Some(says));
     assert!(said.contains("worst 100.00 % layers.0.mlp.up_proj.weight"), "{said}");
-    let advised = "quantize model.safetensors --keep layers.0.mlp.up_proj.weight --out advised";
+    let advised = "quantize model.safetensors --keep layers.0.mlp.gate_proj.weight --out advised";
     let (code, said, warned) = run(folder.path(), advised);
     assert!(code == 0 && !warned.contains("its error is"), "{warned}");
     assert!(said.contains("1 of 3 weights quantized"), "{said}");
@@ -1366,4 +1368,94 @@ fn choices_that_do_not_go_together_are_named() {
         assert!(code == 2 && error.contains(known), "{error}");
     }
     assert_eq!(names(folder.path()), ["model"]);
+}
+
+#[test]
+fn the_command_line_adds_to_what_a_recipe_keeps_and_says_what_it_replaces() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let recipe = "keep = [\"*.o_proj\"]\nmethod = \"amax\"\nonly = [\"*.mlp.*\", \"*.o_proj\"]\n";
+    fs::write(folder.path().join("r.toml"), recipe).expect("a recipe");
+    let dry = |options: &str| {
+        let (code, json, said) = run(
+            folder.path(),
+            &format!("quantize model --dry-run --json --recipe r.toml {options}"),
+        );
+        assert_eq!(code, 0, "{said}");
+        let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+        (report, said)
+    };
+    let (report, said) = dry("--keep *.down_proj --method amax");
+    assert_eq!(report["settings"]["keep"], serde_json::json!(["*.o_proj", "*.down_proj"]));
+    assert_eq!(report["quantized"], 4);
+    assert!(!said.contains("replaces"), "{said}");
+    for (options, names) in [
+        ("--method sse", "`method`"),
+        ("--preset mlp-only", "`only`"),
+        ("--only *.mlp.* --method sse", "`method`, `only`"),
+    ] {
+        let (report, said) = dry(options);
+        let note = format!("r.toml: the command line replaces its {names}");
+        assert!(said.contains(&format!("note: {note}\n")), "{said}");
+        assert!(report["notes"].as_array().is_some_and(|notes| notes.contains(&note.into())));
+    }
+}
+
+#[test]
+fn a_file_of_a_folder_is_read_with_the_config_beside_it() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let file = "model/model-00001-of-00002.safetensors";
+    let (code, _, said) = run(folder.path(), &format!("quantize {file} --out out"));
+    assert_eq!(code, 0, "{said}");
+    assert!(said.contains(&format!("note: {file}: read with the config.json beside it")), "{said}");
+    assert!(!said.contains("the architecture is not known"), "{said}");
+    let config = fs::read_to_string(folder.path().join("out/config.json")).expect("a config");
+    assert!(config.contains("\"model_type\": \"llama\""), "{config}");
+    assert!(config.contains("nvfp4-pack-quantized"), "{config}");
+    // What is quantized names its dialect there.
+    let (code, _, said) = run(folder.path(), "inspect out/model-00001-of-00002.safetensors");
+    assert!(code == 0 && !said.contains("by the names of its tensors"), "{said}");
+}
+
+#[test]
+fn a_method_that_chooses_a_tensor_scale_is_refused_where_there_is_none() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let command = "quantize model --out out --method sse-tensor-scale --dialect";
+    let says = "method `sse-tensor-scale` chooses a tensor scale, and the dialect `mlx` has none; \
+                choose the method `sse`";
+    fails(folder.path(), &format!("{command} mlx"), 2, &[says]);
+    succeeds(folder.path(), &format!("{command} modelopt --dry-run"));
+}
+
+#[test]
+fn statistics_that_are_missing_or_of_another_shape_are_refused_with_what_writes_them() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let tensors = model::tensors(SMALL);
+    let name =
+        |part: &str| tensors.iter().find(|one| one.name.contains(part)).map(|one| one.name.clone());
+    let of = |part: &str, shape: &[usize]| {
+        let values = vec![1.0; shape.iter().product()];
+        floats(&name(part).expect("a layer"), shape, &values)
+    };
+    let write = |path: &str, tensor| model::write(&folder.path().join(path), &[tensor]);
+    write("short.safetensors", of("down_proj", &[3, 5]));
+    write("one.safetensors", of("up_proj", &[128, 128]));
+    write("other.safetensors", of("norm", &[128]));
+    let made_by = "tests/interop/calibration.py";
+    let options = "quantize model --out out --method gptq";
+    fails(folder.path(), options, 2, &["needs input statistics; pass --calibration", made_by]);
+    for (file, says) in [
+        ("short", "expected X^T X of 1 x 192 inputs in F32, found [3, 5] of F32"),
+        ("one", "no statistics of `model.layers.0."),
+        ("other", "no statistics of the 14 weights to quantize"),
+    ] {
+        let command = format!("{options} --calibration {file}.safetensors");
+        fails(folder.path(), &command, 2, &[says, made_by]);
+    }
+    fs::write(folder.path().join("r.toml"), "\nkeep = \"*.o_proj\"\n").expect("a recipe");
+    let says = "r.toml: line 2: `keep`: expected a list, such as [\"a\", \"b\"], found the text";
+    fails(folder.path(), "quantize model --dry-run --recipe r.toml", 2, &[says]);
 }

@@ -351,7 +351,7 @@ fn mistakes_on_the_command_line_get_tips_that_help() {
     ] {
         let (code, out, error) = run(folder.path(), command);
         assert!(code == 2 && out.is_empty() && error.contains(says), "{command}: {error}");
-        assert!(!error.contains("use '-- "), "{command}: {error}");
+        assert!(!error.contains("use '-- ") && !error.contains("tip:\n"), "{command}: {error}");
     }
     let (code, _, said) = run(folder.path(), "quantize model --out out --resume");
     assert!(code == 0 && said.contains("note: no earlier run has left weights"), "{said}");
@@ -465,6 +465,64 @@ fn warnings_are_yellow_and_errors_red_on_terminals_only() {
         for variables in [&[][..], &[forced, ("NO_COLOR", "1")]] {
             let text = of(command, variables);
             assert!(!text.contains('\u{1b}'), "{command}: {text:?}");
+        }
+    }
+}
+
+/// Runs a command as on a terminal of 40 columns: what it prints on both streams.
+fn in_40_columns(folder: &Path, arguments: &str) -> String {
+    let output = fp4()
+        .current_dir(folder)
+        .env("COLUMNS", "40")
+        .args(arguments.split_whitespace())
+        .output()
+        .expect("it runs");
+    [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat()
+}
+
+#[test]
+fn sentences_helps_and_mistakes_fit_40_columns() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path();
+    model::model(path, "model", SMALL);
+    let mut broken = model::tensors(SMALL);
+    broken[0].bytes[..2].copy_from_slice(&[0xC0, 0x7F]);
+    model::write(&path.join("nan.safetensors"), &broken);
+    for command in [
+        "quantize model --dry-run",
+        "quantize model --out out --dialect modelopt",
+        "quantize nan.safetensors --out nan",
+        "quantize model --out out --resume",
+        "quantize model --out out2 --method gptq",
+        "quantize model --dry-run --keep *.o_porj",
+        "inspect out",
+        "inspect nan.safetensors",
+        "compare model out",
+        "convert out --out mlx --dialect mlx",
+        "convert out --out mlx --dialect mlx --inexact",
+        "convert model --out plain --dialect plain",
+        "evaluate model",
+        "quantize model out",
+        "quantize model --dry-run --device gpu",
+        "quantize model --dry-run --methd sse",
+        "quantize model",
+        "compare model model --tolerance -3",
+        "quantize --help",
+        "quantize -h",
+        "convert --help",
+        "inspect --help",
+        "compare --help",
+        "evaluate --help",
+        "formats",
+        "--help",
+    ] {
+        let text = in_40_columns(path, command);
+        assert!(!text.is_empty(), "{command}");
+        for line in text.lines() {
+            // Words are not broken: names of weights, paths, and some options.
+            let words = line.trim_start().split(' ').filter(|word| !word.is_empty());
+            let fits = line.chars().count() <= 40 || words.count() == 1;
+            assert!(fits, "{command}: {line}\n{text}");
         }
     }
 }

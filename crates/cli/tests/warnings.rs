@@ -7,6 +7,7 @@ use std::path::Path;
 
 use model::{SMALL, fails, run, succeeds};
 use safetensors::Dtype;
+use serde_json::json;
 use tempfile::tempdir;
 
 /// A tensor of f32.
@@ -16,10 +17,16 @@ fn floats(name: &str, shape: &[usize], values: &[f32]) -> model::Tensor {
 }
 
 /// Runs a command that prints JSON; the object, and what it says on stderr.
-fn json(folder: &Path, command: &str) -> (serde_json::Value, String) {
+fn in_json(folder: &Path, command: &str) -> (serde_json::Value, String) {
     let (code, text, said) = run(folder, &format!("{command} --json"));
     assert_eq!(code, 0, "fp4 {command}: {said}");
     (serde_json::from_str(&text).expect("an object"), said)
+}
+
+/// The warnings of a kind.
+fn of_kind<'r>(report: &'r serde_json::Value, kind: &str) -> Vec<&'r serde_json::Value> {
+    let warnings = report["warnings"].as_array().expect("a list");
+    warnings.iter().filter(|warning| warning["kind"] == kind).collect()
 }
 
 #[test]
@@ -31,14 +38,15 @@ fn blocks_that_one_large_value_makes_zero_are_warned_of_and_no_reciprocal_is_bla
     values[64..128].fill(0.0);
     values[0] = 1e6;
     model::write(&folder.path().join("m.safetensors"), &[floats(NAME, &[32, 64], &values)]);
-    let (report, said) = json(folder.path(), "quantize m.safetensors --out out");
+    let (report, said) = in_json(folder.path(), "quantize m.safetensors --out out");
     let says = format!(
         "`{NAME}`: 96.09 % of its blocks became zero: next to its largest value they are below \
          the range of NVFP4; pass --keep '{NAME}' to keep it, or --format mxfp4, whose scales \
          reach further"
     );
     assert!(said.contains(&format!("warning: {says}")), "{said}");
-    assert_eq!(report["errors"]["warnings"], serde_json::json!([says]));
+    let expected = json!({"kind": "zeroed-blocks", "weights": [NAME], "text": says});
+    assert_eq!(of_kind(&report, "zeroed-blocks"), [&expected]);
     // 123 of 128: all but the first and four of zeros.
     assert_eq!(report["errors"]["weights"][0]["zeroed_blocks_percent"], 96.09375);
     assert!(report["errors"]["mean_percent"].as_f64().expect("a number") < 1.0, "{report}");
@@ -48,16 +56,16 @@ fn blocks_that_one_large_value_makes_zero_are_warned_of_and_no_reciprocal_is_bla
     assert!(found.contains(says) && !found.contains("reciprocal"), "{found}");
     // Blocks of MXFP4 have no tensor scale.
     let mxfp4 = "quantize m.safetensors --out mxfp4 --format mxfp4";
-    let (report, said) = json(folder.path(), mxfp4);
+    let (report, said) = in_json(folder.path(), mxfp4);
     assert!(!said.contains("became zero"), "{said}");
-    assert_eq!(report["errors"]["warnings"], serde_json::json!([]));
+    assert!(of_kind(&report, "zeroed-blocks").is_empty());
     assert!(report["errors"]["weights"][0].get("zeroed_blocks_percent").is_none(), "{report}");
     let found = succeeds(folder.path(), "inspect mxfp4");
     assert!(!found.contains("blocks are zero"), "{found}");
     // A usual weight loses none.
     values[0] = 0.1;
     model::write(&folder.path().join("m.safetensors"), &[floats(NAME, &[32, 64], &values)]);
-    let (report, said) = json(folder.path(), "quantize m.safetensors --out usual");
+    let (report, said) = in_json(folder.path(), "quantize m.safetensors --out usual");
     assert_eq!(report["errors"]["weights"][0]["zeroed_blocks_percent"], 0.0);
     assert!(!said.contains("became zero"), "{said}");
 }
@@ -75,7 +83,7 @@ fn blocks_that_became_zero_are_counted_along_the_inputs_of_a_layer() {
     (48..64).for_each(|input| values[32 * input] = 0.0);
     let name = "h.0.mlp.c_fc.weight";
     model::write(&path.join("model.safetensors"), &[floats(name, &[64, 32], &values)]);
-    let (report, _) = json(folder.path(), "quantize gpt2 --out out");
+    let (report, _) = in_json(folder.path(), "quantize gpt2 --out out");
     // 126 of 128.
     assert_eq!(report["errors"]["weights"][0]["zeroed_blocks_percent"], 98.4375);
 }
@@ -87,22 +95,23 @@ fn an_embedding_in_fp4_is_warned_of_where_readers_do_not_load_it() {
     let only = "quantize model --only *.embed_tokens --only *.o_proj --out";
     let says = "`model.embed_tokens.weight`: an embedding by its name, and readers of \
                 `compressed-tensors` (vLLM, SGLang, transformers) have FP4 for linear layers alone";
-    let (report, said) = json(folder.path(), &format!("{only} out"));
+    let (report, said) = in_json(folder.path(), &format!("{only} out"));
     assert!(said.contains(&format!("warning: {says}")), "{said}");
-    assert_eq!(report["traps"][0]["weight"], "model.embed_tokens.weight");
+    let weights = &of_kind(&report, "embedding")[0]["weights"];
+    assert_eq!(*weights, json!(["model.embed_tokens.weight"]));
     let found = succeeds(folder.path(), "inspect out");
     assert!(found.contains(&format!("warning: {says}")), "{found}");
     // llama.cpp has embeddings in FP4.
     let (_, _, said) = run(folder.path(), &format!("{only} out.gguf"));
     assert!(!said.contains("embedding"), "{said}");
-    let said = succeeds(folder.path(), "convert out.gguf --out modelopt --dialect modelopt");
-    assert!(said.replace("\n  ", " ").contains("readers of `modelopt` (vLLM, SGLang, "), "{said}");
+    let said = run(folder.path(), "convert out.gguf --out modelopt --dialect modelopt").2;
+    assert!(said.contains("readers of `modelopt` (vLLM, SGLang, "), "{said}");
     let options = "--dialect compressed-tensors --keep *.embed_tokens --decode-fp4 bf16";
-    let said = succeeds(folder.path(), &format!("convert out.gguf --out kept {options}"));
+    let said = run(folder.path(), &format!("convert out.gguf --out kept {options}")).2;
     assert!(said.contains("an embedding"), "{said}");
     let options = "--dialect compressed-tensors --decode-fp4 bf16";
-    let said = succeeds(folder.path(), &format!("convert out --out plain {options}"));
-    assert!(!said.contains("an embedding"), "{said}");
+    let (code, _, said) = run(folder.path(), &format!("convert out --out plain {options}"));
+    assert!(code == 0 && !said.contains("an embedding"), "{said}");
 }
 
 #[test]
@@ -117,8 +126,10 @@ fn layers_that_a_recipe_takes_apart_are_warned_of_once_with_the_engines() {
                 them again, which changes its values\n";
     assert!(said.contains(says), "{said}");
     assert_eq!(said.matches("another tensor scale").count(), 2, "{said}");
-    let (report, _) = json(folder.path(), plan);
-    assert_eq!(report["traps"].as_array().expect("a list").len(), 2);
+    let (report, _) = in_json(folder.path(), plan);
+    let unlike = of_kind(&report, "unlike-scales");
+    let weights = ["0", "1"].map(|at| format!("model.layers.{at}.self_attn.k_proj.weight"));
+    assert!(unlike.len() == 2 && unlike[1]["weights"] == json!(weights), "{unlike:?}");
     // What one of them is kept for, others are refused for.
     let said = run(folder.path(), &format!("{plan} --dialect modelopt --keep *.up_proj")).2;
     let says = "mlp.gate_proj.weight` and 1 other: `up_proj` is quantized otherwise: engines that \
@@ -152,7 +163,7 @@ fn statistics_that_are_all_zero_are_said_with_the_method_that_was_used() {
     for method in ["gptq", "hessian", "sse-weighted"] {
         let options = format!("--method {method} --calibration zeros.safetensors");
         let (report, said) =
-            json(folder.path(), &format!("quantize model --out {method} {options}"));
+            in_json(folder.path(), &format!("quantize model --out {method} {options}"));
         let says = "warning: `model.layers.0.mlp.down_proj.weight`: quantized by `sse`: its \
                     statistics are all zero (and 13 more weights); calibrate with more text, or ";
         assert!(said.contains(says), "{said}");
@@ -162,7 +173,9 @@ fn statistics_that_are_all_zero_are_said_with_the_method_that_was_used() {
         assert_eq!(row["method"], "sse");
         let note = row["note"].as_str().expect("a note");
         assert!(note.ends_with("; quantized by `sse`: its statistics are all zero"), "{note}");
-        assert!(report["errors"]["warnings"][0].as_str().is_some_and(|w| said.contains(w)));
+        let unseen = of_kind(&report, "unseen-inputs");
+        assert_eq!(unseen[0]["weights"].as_array().map(Vec::len), Some(14));
+        assert!(unseen[0]["text"].as_str().is_some_and(|text| said.contains(text)), "{said}");
         assert_eq!(model::packed_in(&folder.path().join(method)).len(), 14);
         let [found, expected] =
             [method, "sse"].map(|out| model::packed_in(&folder.path().join(out)));
@@ -185,7 +198,7 @@ fn statistics_that_are_all_zero_are_said_with_the_method_that_was_used() {
     );
     // Nothing is measured by them.
     let (report, said) =
-        json(folder.path(), "quantize model --out measured --calibration zeros.safetensors");
+        in_json(folder.path(), "quantize model --out measured --calibration zeros.safetensors");
     assert!(!said.contains("warning"), "{said}");
     assert!(report["errors"].get("mean_output_percent").is_none(), "{report}");
 }
@@ -203,7 +216,7 @@ fn experts_that_saw_no_token_are_counted() {
     let grams: Vec<f32> = (0..3 * 4096).map(gram).collect();
     model::write(&folder.path().join("g.safetensors"), &[floats(name, &[3, 64, 64], &grams)]);
     let options = "--only *experts* --dialect modelopt --method gptq --calibration g.safetensors";
-    let (report, said) = json(folder.path(), &format!("quantize model --out out {options}"));
+    let (report, said) = in_json(folder.path(), &format!("quantize model --out out {options}"));
     let note = "2 of its 3 matrices quantized by `sse`: their statistics are all zero";
     assert!(said.contains(&format!("warning: `{name}`: {note}; calibrate")), "{said}");
     let row = &report["weights"][0];
@@ -265,13 +278,190 @@ fn bytes_in_json_are_those_of_the_files() {
             files.iter().filter(|(name, _)| name.is_empty() || name.ends_with(".safetensors"));
         weights.map(|(_, bytes)| bytes.len() as u64).sum()
     };
-    let (report, _) = json(folder.path(), "quantize model --out out");
+    let (report, _) = in_json(folder.path(), "quantize model --out out");
     assert_eq!(report["bytes_before"], of("model"));
     assert_eq!(report["bytes_after"], of("out"));
     for (out, options) in [("mx", "--dialect modelopt --format mxfp4"), ("out.gguf", "")] {
-        let (report, _) = json(folder.path(), &format!("convert out --out {out} {options}"));
+        let (report, _) = in_json(folder.path(), &format!("convert out --out {out} {options}"));
         assert_eq!(report["bytes"], of(out), "{out}");
         let tensors = report["tensor_bytes"].as_u64().expect("a number");
         assert!(tensors > 0 && tensors < of(out), "{out}: {tensors}");
     }
+}
+
+/// A layer whose values have a deviation of 0.02.
+fn layer(name: &str, seed: u64) -> model::Tensor {
+    let values: Vec<f32> = model::values(32 * 64, seed).iter().map(|value| 0.7 * value).collect();
+    floats(name, &[32, 64], &values)
+}
+
+/// The first value of a tensor of f32 is another one.
+fn with_first(mut tensor: model::Tensor, value: f32) -> model::Tensor {
+    tensor.bytes[..4].copy_from_slice(&value.to_le_bytes());
+    tensor
+}
+
+#[test]
+fn an_error_that_one_large_value_hides_is_warned_of_by_the_error_of_blocks() {
+    const NAME: &str = "layers.0.o_proj.weight";
+    let folder = tempdir().expect("a folder");
+    let path = folder.path().join("m.safetensors");
+    model::write(&path, &[with_first(layer(NAME, 5), 3e4)]);
+    let (found, said) = in_json(folder.path(), "quantize m.safetensors --out out");
+    let error = &found["errors"]["weights"][0];
+    let of = |key: &str| error[key].as_f64().expect("a number");
+    assert!(of("error_percent") < 0.1 && of("block_error_percent") > 12.0, "{error}");
+    assert!(of("small_blocks_percent") > 90.0 && of("zeroed_blocks_percent") < 1.0, "{error}");
+    let hidden = of_kind(&found, "hidden-error");
+    let text = hidden[0]["text"].as_str().expect("a text");
+    assert!(hidden.len() == 1 && hidden[0]["weights"] == json!([NAME]), "{found}");
+    assert!(text.contains("is that of its largest values; the mean error of its blocks is"));
+    assert!(text.ends_with("or --format mxfp4, whose scales reach further"), "{text}");
+    assert!(said.contains(text), "{said}");
+    // The advice helps, and a usual weight needs none: its blocks have the error of the whole.
+    for (tensor, options) in
+        [(with_first(layer(NAME, 5), 3e4), "--format mxfp4"), (layer(NAME, 5), "")]
+    {
+        model::write(&path, &[tensor]);
+        let _ = fs::remove_dir_all(folder.path().join("other"));
+        let command = format!("quantize m.safetensors --out other {options}");
+        let (found, said) = in_json(folder.path(), &command);
+        assert!(of_kind(&found, "hidden-error").is_empty(), "{said}");
+        let error = &found["errors"]["weights"][0];
+        let of_blocks = error["block_error_percent"].as_f64().expect("a number");
+        assert!((7.0..13.0).contains(&of_blocks), "{error}");
+    }
+}
+
+#[test]
+fn a_neighbor_whose_values_cost_a_weight_its_precision_is_named() {
+    let folder = tempdir().expect("a folder");
+    let names = ["gate_proj", "up_proj"].map(|name| format!("layers.0.mlp.{name}.weight"));
+    let other = layer("layers.1.o_proj.weight", 7);
+    let tensors = [with_first(layer(&names[0], 5), 3e4), layer(&names[1], 6), other];
+    model::write(&folder.path().join("m.safetensors"), &tensors);
+    let (found, _) = in_json(folder.path(), "quantize m.safetensors --out out");
+    let of_up = found["warnings"].as_array().expect("a list").iter();
+    let of_up: Vec<_> = of_up.filter(|one| one["weights"] == json!([names[1]])).collect();
+    assert_eq!(of_up.len(), 1, "{found}");
+    let text = of_up[0]["text"].as_str().expect("a text");
+    let says = format!("it shares its tensor scale with `{}`, whose largest value is", names[0]);
+    assert!(text.contains(&says), "{text}");
+    let says = format!("set `together = false` in a recipe, or pass --keep '{}'", names[0]);
+    assert!(text.ends_with(&says), "{text}");
+    // Both remedies are ones.
+    fs::write(folder.path().join("apart.toml"), "together = false\n").expect("a recipe");
+    for options in ["--recipe apart.toml".to_owned(), format!("--keep {}", names[0])] {
+        let command = format!("quantize m.safetensors --dry-run {options}");
+        succeeds(folder.path(), &command);
+    }
+    let command = "quantize m.safetensors --out apart --recipe apart.toml";
+    let (found, _) = in_json(folder.path(), command);
+    let error = found["errors"]["weights"][1]["block_error_percent"].as_f64();
+    assert!(error.is_some_and(|error| error < 13.0), "{found}");
+}
+
+#[test]
+fn weights_of_zeros_are_warned_of() {
+    const NAME: &str = "layers.0.o_proj.weight";
+    let folder = tempdir().expect("a folder");
+    let zeros = floats(NAME, &[32, 64], &[0.0; 32 * 64]);
+    model::write(
+        &folder.path().join("m.safetensors"),
+        &[zeros, layer("layers.1.o_proj.weight", 1)],
+    );
+    let expected = json!({
+        "kind": "all-zero",
+        "weights": [NAME],
+        "text": format!("`{NAME}`: all of its values are zero"),
+    });
+    for command in ["inspect m.safetensors", "quantize m.safetensors --out out", "inspect out"] {
+        let (found, _) = in_json(folder.path(), command);
+        assert_eq!(of_kind(&found, "all-zero"), [&expected], "{command}");
+    }
+    // Small values are no reciprocals of large ones.
+    let tiny: Vec<f32> = model::values(32 * 64, 1).iter().map(|value| value * 1e-29).collect();
+    model::write(&folder.path().join("tiny.safetensors"), &[floats(NAME, &[32, 64], &tiny)]);
+    succeeds(folder.path(), "quantize tiny.safetensors --out tiny --dialect modelopt");
+    let (found, _) = in_json(folder.path(), "inspect tiny");
+    assert!(of_kind(&found, "reciprocal-scale").is_empty(), "{found}");
+    let text = of_kind(&found, "tiny-values")[0]["text"].as_str().expect("a text");
+    assert!(text.ends_with("no trained weight is as small"), "{text}");
+}
+
+#[test]
+fn every_warning_and_note_is_in_json() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let mut tensors = model::tensors(SMALL);
+    tensors[0].bytes[..2].copy_from_slice(&[0xC0, 0x7F]);
+    tensors.remove(2);
+    model::write(&folder.path().join("model/model-00001-of-00001.safetensors"), &tensors);
+    fs::remove_file(folder.path().join("model/model.safetensors.index.json")).expect("an index");
+    for shard in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
+        fs::remove_file(folder.path().join("model").join(shard)).expect("a shard");
+    }
+    fs::write(folder.path().join("model/old.pt"), "").expect("a file");
+    for command in [
+        "quantize model --out out --dialect modelopt --block-size 32",
+        "convert model --out plain --dialect plain",
+        "inspect model",
+    ] {
+        let (found, said) = in_json(folder.path(), command);
+        let texts = |key: &str| -> Vec<String> {
+            let list = found[key].as_array().expect("a list").iter();
+            list.map(|one| one["text"].as_str().or(one.as_str()).expect("a text").to_owned())
+                .collect()
+        };
+        let (warnings, notes) = (texts("warnings"), texts("notes"));
+        let broken = of_kind(&found, "not-finite");
+        assert_eq!(broken[0]["weights"], json!(["model.embed_tokens.weight"]), "{command}");
+        let inspects = command.starts_with("inspect");
+        assert_eq!(notes.is_empty(), inspects, "{command}: {notes:?}");
+        // Those of an inspection are printed with what they are about.
+        for text in warnings.iter().filter(|_| !inspects) {
+            assert!(said.contains(&format!("warning: {text}\n")), "{command}: {text}: {said}");
+        }
+        assert_eq!(said.matches("warning: ").count(), warnings.len() * usize::from(!inspects));
+    }
+    let help = succeeds(folder.path(), "quantize --help");
+    for kind in ["`warnings` has all warnings", "  hidden-error ", "  unlike-scales "] {
+        assert!(help.contains(kind), "{help}");
+    }
+}
+
+#[test]
+fn layers_of_integers_are_warned_of() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let mut tensors = model::tensors(SMALL);
+    let layer = tensors.iter_mut().find(|tensor| tensor.name.contains("o_proj")).expect("a layer");
+    (layer.dtype, layer.bytes) = (Dtype::I8, vec![1; layer.bytes.len() / 2]);
+    let name = layer.name.clone();
+    model::write(&folder.path().join("model/model.safetensors"), &tensors);
+    fs::remove_file(folder.path().join("model/model.safetensors.index.json")).expect("an index");
+    let (found, said) = in_json(folder.path(), "quantize model --dry-run");
+    assert_eq!(of_kind(&found, "unread-numbers")[0]["weights"], json!([name]));
+    assert!(said.contains("stays, as its numbers are I8, which is not read as floats"), "{said}");
+}
+
+#[test]
+fn weights_whose_outputs_are_not_measured_are_named() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let tensors = model::tensors(SMALL);
+    let identity = |tensor: &model::Tensor| {
+        let cols = tensor.shape[1];
+        let at = |i: usize| if i.is_multiple_of(cols + 1) { 1.0 } else { 0.0 };
+        floats(&tensor.name, &[cols, cols], &(0..cols * cols).map(at).collect::<Vec<_>>())
+    };
+    let layers = tensors.iter().filter(|tensor| tensor.name.contains("_proj"));
+    let missing = "model.layers.0.self_attn.o_proj.weight";
+    let some = layers.filter(|tensor| tensor.name != missing).map(identity);
+    model::write(&folder.path().join("g.safetensors"), &some.collect::<Vec<_>>());
+    let command = "quantize model --calibration g.safetensors --out";
+    let (found, _) = in_json(folder.path(), &format!("{command} json"));
+    assert_eq!(of_kind(&found, "no-output-error")[0]["weights"], json!([missing]));
+    let said = succeeds(folder.path(), &format!("{command} text"));
+    assert!(said.contains("; mean error of outputs ") && said.contains(" (of 13 of 14 weights)"));
 }

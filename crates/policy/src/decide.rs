@@ -145,7 +145,7 @@ impl Policy {
     /// [`PolicyError::Malformed`] and [`PolicyError::Pattern`]; [`PolicyError::OtherFormat`] and
     /// [`PolicyError::OtherScheme`] for layers that are fused and would be quantized differently;
     /// [`PolicyError::SharedScale`] for those that are [listed](Fused::Listed);
-    /// [`PolicyError::Scheme`].
+    /// [`PolicyError::NoTensorScale`]; [`PolicyError::Scheme`].
     pub fn decide(
         &self,
         weights: &[WeightInfo<'_>],
@@ -217,6 +217,11 @@ impl Policy {
                 let Some(scheme) = schemes[at] else { continue };
                 let scheme = match by.tensor_scales {
                     true => scheme,
+                    false if scheme.method == Method::Sse(Sse::TensorScale) => {
+                        let (dialect, method) = (by.dialect, scheme.method);
+                        let weight = weights[at].name.to_owned();
+                        return Err(PolicyError::NoTensorScale { dialect, weight, method });
+                    }
                     false => scheme.without_tensor_scale(),
                 };
                 scheme.validate()?;

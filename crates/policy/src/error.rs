@@ -178,6 +178,20 @@ pub enum PolicyError {
         /// Why it cannot.
         reason: &'static str,
     },
+    /// A method chooses a tensor scale where there is no place for one.
+    #[error(
+        "`{weight}`: method `{method}` chooses a tensor scale, and the dialect `{dialect}` has \
+         none; choose the method `{}`",
+        Method::SSE
+    )]
+    NoTensorScale {
+        /// The dialect to be written.
+        dialect: &'static str,
+        /// The weight.
+        weight: String,
+        /// The method.
+        method: Method,
+    },
     /// Choices do not go together.
     #[error(transparent)]
     Scheme(#[from] SearchError),

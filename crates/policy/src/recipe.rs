@@ -122,7 +122,10 @@ impl Recipe {
         let recipe: Self = toml::from_str(text).map_err(|error| {
             let before = &text[..error.span().map_or(0, |span| span.start)];
             let line = before.matches('\n').count() + 1;
-            RecipeError::Syntax { line, problem: error.message().replace('\n', "; ") }
+            let value = text[before.len()..].split(['\n', '#']).next().unwrap_or_default().trim();
+            let problem = wrong_type(before, value, error.message());
+            let problem = problem.unwrap_or_else(|| error.message().replace('\n', "; "));
+            RecipeError::Syntax { line, problem }
         })?;
         recipe.check_selection()?;
         Ok(recipe)
@@ -221,6 +224,33 @@ impl Recipe {
     fn base_format(&self) -> Fp4Format {
         self.format.unwrap_or_else(|| Fp4Scheme::default().format())
     }
+}
+
+/// Describes a value of another type, in words of TOML, behind the key that it is of. `before` is
+/// the text up to the value. None: the message is about something else.
+fn wrong_type(before: &str, value: &str, message: &str) -> Option<String> {
+    let prefixes = ["invalid type: ", "invalid value: "];
+    let of_type = prefixes.into_iter().find_map(|prefix| message.strip_prefix(prefix));
+    let of_name = (message == "wanted string or table").then_some((value, "a string"));
+    let (found, expected) =
+        of_name.or_else(|| of_type.and_then(|message| message.split_once(", expected ")))?;
+    let (key, _) = before.rsplit_once('=')?;
+    let key = key.trim_end().trim_end_matches(['"', '\'']);
+    let key = key.rsplit(|c: char| !(c.is_alphanumeric() || c == '-' || c == '_')).next()?;
+    let expected = match expected {
+        "a sequence" => "a list, such as [\"a\", \"b\"]",
+        "a string" | "path string" => "a text in quotes",
+        "usize" => "a whole number, 0 or more",
+        "a boolean" => "true or false",
+        other => other,
+    };
+    let found = match found.split_once(' ') {
+        Some(("string", text)) => format!("the text {text}"),
+        Some(("floating", point)) => point.replace("point ", "the number "),
+        Some((kind, value)) => format!("the {kind} {value}"),
+        None => found.replace("sequence", "a list").replace("map", "a table"),
+    };
+    Some(format!("`{key}`: expected {expected}, found {found}; correct it"))
 }
 
 /// Fills in open choices, and checks that all go together.
@@ -396,6 +426,31 @@ mod tests {
         let (at, problem) = line("\n[[weights]]\nname = [\"a\"]\n");
         assert!(at == 3 && problem.contains("`name`"), "{at} {problem}");
         assert!(line("[[weights]]\nformat = \"dense\"\n").1.contains("`names`"));
+        for (text, at, says) in [
+            (
+                "\nkeep = \"*.o_proj\"",
+                2,
+                "`keep`: expected a list, such as [\"a\", \"b\"], found the text \"*.o_proj\"; \
+                 correct it",
+            ),
+            (
+                "block-size = \"16\"",
+                1,
+                "`block-size`: expected a whole number, 0 or more, found the",
+            ),
+            ("first-layers-high-precision = -1", 1, "found the integer `-1`"),
+            ("last-layers-high-precision = 0.5", 1, "found the number `0.5`"),
+            ("together = 1", 1, "`together`: expected true or false, found the integer `1`"),
+            ("keep = [\n  \"a\",\n  5,\n]", 3, "`keep`: expected a text in quotes, found the"),
+            ("calibration = []", 1, "`calibration`: expected a text in quotes, found a list"),
+            ("method = { gptq = { damping = \"x\" } }", 1, "`damping`: expected f64, found the"),
+            ("preset = 1", 1, "`preset`: expected a text in quotes, found the integer `1`"),
+            ("format = 4", 1, "`format`: expected a text in quotes, found 4; correct it"),
+            ("weights = 4", 1, "`weights`: expected a list"),
+        ] {
+            let (found, problem) = line(text);
+            assert!(found == at && problem.contains(says), "{text}: {found} {problem}");
+        }
 
         let wrong = |text: &str| first(&format!("[[weights]]\n{text}")).unwrap_err().to_string();
         assert_eq!(wrong("names = []"), "`weights` without `names`; add the names of weights");

@@ -83,7 +83,8 @@ impl Container {
     /// Opens a safetensors or GGUF file, or a folder with `model.safetensors`, with
     /// `model.safetensors.index.json`, or with any safetensors files, all of which belong to it.
     ///
-    /// A file stands for itself: configs in its folder are only read if the folder is opened.
+    /// Configs beside a safetensors file are read, as those of a folder are: they name the
+    /// architecture and the dialect. Its other files are only found if the folder is opened.
     ///
     /// The files must not change while they are open: they are mapped, not copied.
     ///
@@ -101,7 +102,10 @@ impl Container {
     fn open_file(path: &Path) -> Result<Self, CheckpointError> {
         let mut container = Self::empty(path);
         match extension(path).as_deref() {
-            Some("safetensors") => container.add_safetensors(path.to_owned())?,
+            Some("safetensors") => {
+                container.add_safetensors(path.to_owned())?;
+                container.read_configs()?;
+            }
             Some("gguf") => {
                 let map = Mapped::open(path)?;
                 let (entries, metadata) = gguf::read(path, &map, 0)?;
@@ -132,10 +136,28 @@ impl Container {
                 container.add_safetensors(path)?;
             }
         }
-        container.config = optional_json(&root.join(CONFIG))?;
-        container.quant_config = optional_json(&root.join(QUANT_CONFIG))?;
+        container.read_configs()?;
         container.find_sidecars()?;
         Ok(container)
+    }
+
+    /// The path of a config.
+    pub(crate) fn config_path(&self, name: &str) -> PathBuf {
+        self.folder().join(name)
+    }
+
+    /// The folder of the files.
+    fn folder(&self) -> &Path {
+        match self.root.is_dir() {
+            true => &self.root,
+            false => self.root.parent().unwrap_or(&self.root),
+        }
+    }
+
+    fn read_configs(&mut self) -> Result<(), CheckpointError> {
+        self.config = optional_json(&self.config_path(CONFIG))?;
+        self.quant_config = optional_json(&self.config_path(QUANT_CONFIG))?;
+        Ok(())
     }
 
     fn empty(root: &Path) -> Self {
@@ -304,9 +326,14 @@ impl Container {
 
     /// The paths of the index and the configs, of those that were read.
     pub fn configs(&self) -> impl Iterator<Item = PathBuf> {
-        let of_folder = |name: &&str| self.root.is_dir() && self.root.join(name).is_file();
-        let names = [INDEX, CONFIG, QUANT_CONFIG].into_iter().filter(of_folder);
-        names.map(|name| self.root.join(name)).collect::<Vec<_>>().into_iter()
+        let index = self.root.join(INDEX);
+        let of = |name: &str, read: bool| read.then(|| self.config_path(name));
+        let configs = [
+            index.is_file().then_some(index),
+            of(CONFIG, self.config.is_some()),
+            of(QUANT_CONFIG, self.quant_config.is_some()),
+        ];
+        configs.into_iter().flatten()
     }
 
     /// Returns the number of a shard and the count of shards, if a file was opened alone and its
@@ -336,12 +363,12 @@ impl Container {
         }
     }
 
-    /// `config.json` of the folder.
+    /// `config.json` of the folder, or beside a file.
     pub fn config(&self) -> Option<&serde_json::Value> {
         self.config.as_ref()
     }
 
-    /// `hf_quant_config.json` of the folder.
+    /// `hf_quant_config.json` of the folder, or beside a file.
     pub fn quant_config(&self) -> Option<&serde_json::Value> {
         self.quant_config.as_ref()
     }

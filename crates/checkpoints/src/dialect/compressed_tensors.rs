@@ -121,7 +121,7 @@ fn check_config(
     container: &Container,
     config: Option<&serde_json::Value>,
 ) -> Result<[usize; 2], CheckpointError> {
-    let path = || container.root().join(CONFIG);
+    let path = || container.config_path(CONFIG);
     let mut block = [128, 128];
     let Some(config) = config else { return Ok(block) };
     if let Some(groups) = config["transform_config"]["config_groups"].as_object()
@@ -304,14 +304,16 @@ impl Write for CompressedTensors {
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
         let metadata = scheme::torch_metadata();
         let own = model.quantization.dialect == self.name();
-        // A model of floats, with no cache of fewer bits, has nothing to say.
-        let floats = scheme::schemes(model).is_empty() && model.quantization.kv_cache.is_none();
-        let config = match &model.config {
-            Some(config) if own => Some(config.clone()),
-            config if floats => config.as_ref().map(scheme::without_quantization),
-            _ => Some(scheme::with_quantization(model, quantization_config(model)?)),
+        let floats = scheme::configs_of_floats(model);
+        // A cache of fewer bits is stated.
+        let floats = floats.filter(|_| model.quantization.kv_cache.is_none());
+        let configs = match (&model.config, floats) {
+            (Some(config), _) if own => vec![(CONFIG, config.clone())],
+            (_, Some(configs)) => configs,
+            (_, None) => {
+                vec![(CONFIG, scheme::with_quantization(model, quantization_config(model)?))]
+            }
         };
-        let configs = config.into_iter().map(|config| (CONFIG, config)).collect();
         Ok(Frame::Folder { metadata, configs })
     }
 }

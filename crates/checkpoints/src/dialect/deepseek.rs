@@ -81,7 +81,7 @@ fn read_weight<'a>(
     let expert_dtype = container.config().map(|config| &config["expert_dtype"]);
     if let Some(found) = expert_dtype.filter(|dtype| **dtype != "fp4") {
         return Err(CheckpointError::Field {
-            path: container.root().join(CONFIG),
+            path: container.config_path(CONFIG),
             field: "expert_dtype".to_owned(),
             expected: "fp4, as there are weights of 4 bits",
             found: found.to_string(),

@@ -25,7 +25,7 @@ impl Dialect for FpQuant {
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
         Err(CheckpointError::Refused {
-            path: container.root().join(CONFIG),
+            path: container.config_path(CONFIG),
             what: "FP-Quant (forward_hadamard_matrix)".to_owned(),
             because: "its layers compute on transformed inputs",
             remedy: CheckpointError::WITHOUT,

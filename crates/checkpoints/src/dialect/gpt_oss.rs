@@ -16,7 +16,7 @@ use serde_json::json;
 
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, source, tested};
-use super::scheme::{ignore_list, patterns, torch_metadata, with_quantization};
+use super::scheme::{configs_of_floats, ignore_list, patterns, torch_metadata, with_quantization};
 use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
 use crate::container::{CONFIG, Container};
 use crate::dtype::{DataType, Dtype};
@@ -137,15 +137,17 @@ impl Write for GptOss {
     }
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
-        let config = match &model.config {
-            Some(config) if model.quantization.dialect == self.name() => config.clone(),
-            _ => {
+        let own = model.quantization.dialect == self.name();
+        let configs = match (&model.config, configs_of_floats(model)) {
+            (Some(config), _) if own => vec![(CONFIG, config.clone())],
+            (_, Some(configs)) => configs,
+            (_, None) => {
                 let modules = ignore_list(model, Syntax::Unmarked)?;
                 let quantization =
                     json!({"modules_to_not_convert": modules, "quant_method": "mxfp4"});
-                with_quantization(model, quantization)
+                vec![(CONFIG, with_quantization(model, quantization))]
             }
         };
-        Ok(Frame::Folder { metadata: torch_metadata(), configs: vec![(CONFIG, config)] })
+        Ok(Frame::Folder { metadata: torch_metadata(), configs })
     }
 }

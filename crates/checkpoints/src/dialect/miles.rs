@@ -95,6 +95,12 @@ impl Write for Miles {
     }
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+        let metadata = scheme::torch_metadata();
+        // A cache of fewer bits is stated.
+        let floats = scheme::configs_of_floats(model);
+        if let Some(configs) = floats.filter(|_| model.quantization.kv_cache.is_none()) {
+            return Ok(Frame::Folder { metadata, configs });
+        }
         let ignore = ignore_list(model);
         let kin = [self.name(), modelopt::ModelOpt.name()].contains(&model.quantization.dialect);
         let old = model.config.as_ref().filter(|_| kin);
@@ -118,7 +124,7 @@ impl Write for Miles {
         });
         let config = scheme::with_quantization(model, config);
         let configs = vec![(CONFIG, config), (QUANT_CONFIG, export)];
-        Ok(Frame::Folder { metadata: scheme::torch_metadata(), configs })
+        Ok(Frame::Folder { metadata, configs })
     }
 
     fn index(&self, shards: Vec<(String, String)>, total: u64) -> serde_json::Value {

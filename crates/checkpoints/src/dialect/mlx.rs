@@ -78,7 +78,7 @@ fn read_weight<'a>(
         }
         _ => {
             return Err(CheckpointError::Field {
-                path: container.root().join(CONFIG),
+                path: container.config_path(CONFIG),
                 field: format!("quantization.mode of `{module}`"),
                 expected: "nvfp4, mxfp4 or mxfp8",
                 found: mode.unwrap_or("nothing, which is affine").to_owned(),
@@ -190,20 +190,18 @@ impl Write for Mlx {
 
     fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
         let metadata = vec![("format".to_owned(), "mlx".to_owned())];
-        let config = match &model.config {
-            Some(config) if model.quantization.dialect == self.name() => config.clone(),
-            // A model of floats has nothing to say.
-            Some(config) if scheme::schemes(model).is_empty() => {
-                scheme::without_quantization(config)
-            }
-            _ => {
+        let own = model.quantization.dialect == self.name();
+        let configs = match (&model.config, scheme::configs_of_floats(model)) {
+            (Some(config), _) if own => vec![(CONFIG, config.clone())],
+            (_, Some(configs)) => configs,
+            (_, None) => {
                 let quantization = quantization(model);
                 let mut config = scheme::with_quantization(model, quantization.clone());
                 config["quantization"] = quantization;
-                config
+                vec![(CONFIG, config)]
             }
         };
-        Ok(Frame::Folder { metadata, configs: vec![(CONFIG, config)] })
+        Ok(Frame::Folder { metadata, configs })
     }
 }
 

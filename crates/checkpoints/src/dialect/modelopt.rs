@@ -108,7 +108,7 @@ pub(super) fn quantization(
         for item in source[field].as_array().into_iter().flatten() {
             if !item.is_string() {
                 return Err(CheckpointError::Field {
-                    path: container.root().join(file),
+                    path: container.config_path(file),
                     field: field.to_owned(),
                     expected: "texts",
                     found: item.to_string(),
@@ -139,7 +139,7 @@ fn check_algorithm(
     field: String,
     algorithm: &str,
 ) -> Result<(), CheckpointError> {
-    let path = container.root().join(file);
+    let path = container.config_path(file);
     if algorithm.eq_ignore_ascii_case("NVFP4_SVD") {
         let because = "the low-rank part of its weights would be lost";
         let what = format!("`{field}` {algorithm}");
@@ -255,6 +255,11 @@ impl Write for ModelOpt {
                 metadata,
                 configs: config.into_iter().chain(export).collect(),
             });
+        }
+        // A cache of fewer bits is stated.
+        let floats = scheme::configs_of_floats(model);
+        if let Some(configs) = floats.filter(|_| model.quantization.kv_cache.is_none()) {
+            return Ok(Frame::Folder { metadata, configs });
         }
         let (config, export) = configs(model)?;
         let config = scheme::with_quantization(model, config);

@@ -156,7 +156,7 @@ pub(super) fn check_scaled(
         quantization.ignore.iter().map(Pattern::matcher).collect();
     let path = container.root();
     let matchers = matchers.map_err(|source| CheckpointError::Pattern {
-        path: path.join(file),
+        path: container.config_path(file),
         source: Box::new(source),
     })?;
     let ignored =

@@ -64,7 +64,7 @@ fn refuse_rotations(
         // `rotation`, `quarot`, and what names the matrix.
         if ["rot", "hadamard"].iter().any(|part| name.to_ascii_lowercase().contains(part)) {
             return Err(CheckpointError::Refused {
-                path: container.root().join(CONFIG),
+                path: container.config_path(CONFIG),
                 what: format!("algo_config `{name}`"),
                 because: "its layers compute on rotated inputs",
                 remedy: CheckpointError::WITHOUT,

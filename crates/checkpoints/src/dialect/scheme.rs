@@ -6,6 +6,7 @@ use burn_fp4_formats::Fp4Format;
 use burn_fp4_policy::{Matcher, Pattern, Syntax};
 
 use crate::architecture::Architecture;
+use crate::container::CONFIG;
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
 use crate::fp8::Granularity;
@@ -183,6 +184,14 @@ pub(super) fn with_quantization(
         Some(_) | None => drop(config.insert(key.to_owned(), quantization)),
     }
     config.into()
+}
+
+/// Returns the configs of a model of floats, which state no quantization. None: a weight has one.
+pub(super) fn configs_of_floats(
+    model: &Model<'_>,
+) -> Option<Vec<(&'static str, serde_json::Value)>> {
+    let config = || model.config.as_ref().map(|config| (CONFIG, without_quantization(config)));
+    schemes(model).is_empty().then(|| config().into_iter().collect())
 }
 
 /// Returns `config.json` without its quantization.

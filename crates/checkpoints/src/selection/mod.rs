@@ -125,6 +125,7 @@ impl Selection {
         let warnings = [
             Warning::of_architecture(model, architecture, policy),
             Warning::of_stacks(model, architecture, quantized())?,
+            Warning::of_numbers(model, architecture, &decisions)?,
             Warning::of_layers(&layers),
         ];
         let mut warnings: Vec<Warning> = warnings.into_iter().flatten().collect();
@@ -606,13 +607,33 @@ mod tests {
             let model = Model { weights, config, ..Model::default() };
             of(&model, "modelopt", &format!("only = {only:?}")).expect("a selection")
         };
-        let first = names[0].to_owned();
-        let stacks = Warning::StacksByShape { weights: 2, first };
+        let stacks = Warning::StacksByShape { weights: names.map(str::to_owned).into() };
         assert_eq!(&of("unheard_of", &[]).warnings[1..], std::slice::from_ref(&stacks));
         assert_eq!(of("llama", &["*.table"]).warnings, std::slice::from_ref(&stacks));
         assert_eq!(of("llama", &[]).warnings, []);
         let says = "`layers.0.mixer.table.weight` (and 1 more): taken for a stack of matrices";
         assert!(stacks.to_string().starts_with(says), "{stacks}");
+    }
+
+    #[test]
+    fn layers_of_integers_are_warned_of_and_other_integers_are_not() {
+        let integers = |name: &str, shape: &[usize]| {
+            let bytes = vec![0; shape.iter().product()];
+            let tensor = Tensor::new(name.to_owned(), Dtype::I8, shape.to_vec(), bytes);
+            Weight::new(name.to_owned(), 0, Value::Plain(tensor.expect("a shape")))
+        };
+        let names = ["model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.qweight"];
+        let others = ["model.embed_tokens.weight", "model.position_ids"];
+        let weights = names.iter().chain(&others).map(|name| integers(name, &[2, 64]));
+        let weights = weights.chain([weight("model.layers.0.self_attn.o_proj.weight", &[2, 64])]);
+        let config = Some(serde_json::json!({"model_type": "llama"}));
+        let model = Model { weights: weights.collect(), config, ..Model::default() };
+        let selection = of(&model, "modelopt", "").expect("a selection");
+        let weights = names.map(str::to_owned).into();
+        let expected = Warning::UnreadNumbers { weights, dtype: "I8".to_owned() };
+        assert_eq!(selection.warnings, [expected]);
+        let says = "`model.layers.0.mlp.up_proj.weight` (and 1 more): stays, as its numbers are I8";
+        assert!(selection.warnings[0].to_string().starts_with(says), "{:?}", selection.warnings);
     }
 
     #[test]

@@ -5,15 +5,13 @@ use std::fmt;
 use burn_fp4_policy::{
     Decision, Patterns, Policy, PolicyError, Preset, Reason, RecipeWeights, Role,
 };
-use serde::Serialize;
 
 use super::layers::Layers;
 use crate::architecture::{Architecture, stated};
 use crate::weight::{Model, Weight};
 
 /// A reason to look at a selection before its result is used.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(tag = "kind", rename_all = "kebab-case")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Warning {
     /// The architecture is not known, and the names of its weights are taken for those of
@@ -25,10 +23,16 @@ pub enum Warning {
     /// Weights that are not known are quantized as stacks of matrices, because they have three
     /// axes.
     StacksByShape {
-        /// How many there are.
-        weights: usize,
-        /// The name of the first.
-        first: String,
+        /// Their names.
+        weights: Vec<String>,
+    },
+    /// Weights stay because their numbers are of a dtype that is not read as floats, though they
+    /// are linear layers by their names.
+    UnreadNumbers {
+        /// Their names.
+        weights: Vec<String>,
+        /// The dtype of the first.
+        dtype: String,
     },
     /// More layers are asked to be kept than the model has.
     FewerLayers {
@@ -76,13 +80,34 @@ impl Warning {
     ) -> Result<Option<Self>, PolicyError> {
         let roles = architecture.roles()?;
         let unlisted = |module: &str| matches!(roles.role(module, 3), Role::Unlisted(_));
-        let mut guessed = quantized.map(|at| &model.weights[at]).filter(|weight| {
+        let guessed = quantized.map(|at| &model.weights[at]).filter(|weight| {
             weight.shape().len() == 3
+                && model.gguf.is_none()
                 && (architecture.name().is_none() || unlisted(weight.module()))
         });
-        let first = guessed.next().filter(|_| model.gguf.is_none());
-        let first = first.map(|weight| weight.name.clone());
-        Ok(first.map(|first| Self::StacksByShape { weights: 1 + guessed.count(), first }))
+        let weights: Vec<String> = guessed.map(|weight| weight.name.clone()).collect();
+        Ok((!weights.is_empty()).then_some(Self::StacksByShape { weights }))
+    }
+
+    /// Warns of linear layers whose numbers are not read, such as integers of another method.
+    pub(super) fn of_numbers(
+        model: &Model<'_>,
+        architecture: Architecture<'_>,
+        decisions: &[Decision],
+    ) -> Result<Option<Self>, PolicyError> {
+        let roles = architecture.roles()?;
+        let mut first = None;
+        let mut weights = Vec::new();
+        for (weight, decision) in model.weights.iter().zip(decisions) {
+            let Decision::Keep(Reason::Dtype(dtype)) = decision else { continue };
+            let axes = weight.shape().len();
+            let role = roles.role(weight.module(), axes);
+            if axes >= 2 && weight.name.ends_with("weight") && !matches!(role, Role::Other(_)) {
+                first.get_or_insert_with(|| dtype.clone());
+                weights.push(weight.name.clone());
+            }
+        }
+        Ok(first.map(|dtype| Self::UnreadNumbers { weights, dtype }))
     }
 
     /// Warns of a table of a recipe by which no weight is quantized.
@@ -116,6 +141,28 @@ impl Warning {
         let (asked, layers) = (layers.asked(), layers.count());
         (asked > layers).then_some(Self::FewerLayers { asked, layers })
     }
+
+    /// Returns the name of its kind, which stays the same from version to version.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::UnknownArchitecture { .. } => "unknown-architecture",
+            Self::StacksByShape { .. } => "stacks-by-shape",
+            Self::UnreadNumbers { .. } => "unread-numbers",
+            Self::FewerLayers { .. } => "fewer-layers",
+            Self::IdleTable { .. } => "idle-table",
+        }
+    }
+
+    /// Returns the weights that it is about. Empty: it is about the whole model.
+    #[must_use]
+    pub fn weights(&self) -> &[String] {
+        match self {
+            Self::StacksByShape { weights } | Self::UnreadNumbers { weights, .. } => weights,
+            Self::IdleTable { weight, .. } => std::slice::from_ref(weight),
+            Self::UnknownArchitecture { .. } | Self::FewerLayers { .. } => &[],
+        }
+    }
 }
 
 /// Returns true if a weight stays because of its role, or because `only` does not name it.
@@ -125,6 +172,15 @@ fn is_choice(weight: &Weight<'_>, reason: &Reason) -> bool {
         Reason::Preset(_) => matches!(weight.shape().len(), 2 | 3),
         Reason::Unlisted(_) | Reason::Transposed(_) | Reason::NotAsked => true,
         _ => false,
+    }
+}
+
+/// Names the first of some weights, and counts the others.
+fn named(weights: &[String]) -> String {
+    match weights {
+        [] => String::new(),
+        [one] => format!("`{one}`"),
+        [first, others @ ..] => format!("`{first}` (and {} more)", others.len()),
     }
 }
 
@@ -140,17 +196,18 @@ impl fmt::Display for Warning {
                             check the plan";
                 f.write_str(rest)
             }
-            Self::StacksByShape { weights, first } => {
-                let others = match weights.saturating_sub(1) {
-                    0 => String::new(),
-                    others => format!(" (and {others} more)"),
-                };
-                write!(
-                    f,
-                    "`{first}`{others}: taken for a stack of matrices [outputs, inputs], because \
-                     it has three axes; keep it if it is not one"
-                )
-            }
+            Self::StacksByShape { weights } => write!(
+                f,
+                "{}: taken for a stack of matrices [outputs, inputs], because it has three axes; \
+                 keep it if it is not one",
+                named(weights)
+            ),
+            Self::UnreadNumbers { weights, dtype } => write!(
+                f,
+                "{}: stays, as its numbers are {dtype}, which is not read as floats; start from \
+                 the model before it was quantized",
+                named(weights)
+            ),
             Self::FewerLayers { asked, layers: 0 } => write!(
                 f,
                 "high precision for {asked} of the layers: no name has the number of a layer; \

@@ -405,10 +405,17 @@ fn a_file_alone_is_read_in_the_dialect_that_explains_its_tensors() {
         let scales = if written == "mlx" { [1.0, 1.0] } else { [0.25, 0.5] };
         let source = model(format, scales, None);
         source.write(&path, written, &WriteOptions::default()).expect("written");
-        let alone = Checkpoint::open(path.join("model.safetensors")).expect("a file");
+        let (inside, moved) = (path.join("model.safetensors"), folder.join("moved.safetensors"));
+        fs::copy(&inside, &moved).expect("a copy");
+        let alone = Checkpoint::open(&moved).expect("a file");
         assert_eq!((alone.dialect(), alone.known_by()), (read, KnownBy::Tensors));
         let whole = Checkpoint::open(&path).expect("a folder");
         assert_eq!(whole.known_by(), KnownBy::Claim);
+        // The configs beside a file are its own.
+        let inside = Checkpoint::open(&inside).expect("a file");
+        assert_eq!((inside.dialect(), inside.known_by()), (whole.dialect(), KnownBy::Claim));
+        assert_eq!(inside.container().config(), whole.container().config());
+        assert!(inside.container().configs().eq(whole.container().configs()));
         let (alone, whole) = (alone.weights().expect("weights"), whole.weights().expect("weights"));
         for (alone, whole) in alone.iter().zip(&whole) {
             assert_eq!((&alone.name, alone.kind()), (&whole.name, whole.kind()));
@@ -424,7 +431,7 @@ fn a_file_alone_is_read_in_the_dialect_that_explains_its_tensors() {
     let error = alone.model().map(|_| ()).expect_err("no dialect");
     assert!(matches!(error, CheckpointError::NoDialect { .. }), "{error}");
     let error = error.to_string();
-    assert!(error.contains("open its folder if"), "{error}");
+    assert!(error.contains("put the config.json of its model beside it"), "{error}");
     assert!(error.contains("name one of modelopt, ") && !error.contains("open_as"));
     // Two dialects read these codes, and one of them the scale of the input too.
     let path = folder.join("quark.safetensors");
@@ -434,6 +441,31 @@ fn a_file_alone_is_read_in_the_dialect_that_explains_its_tensors() {
     let (second, input) = (scale("a.weight_scale_2"), scale("a.input_scale_2"));
     raw_file(&path, &[], &[codes, scales, second, input]);
     assert_eq!(Checkpoint::open(&path).expect("a file").dialect(), "quark");
+}
+
+#[test]
+fn configs_of_a_model_of_floats_state_no_quantization() {
+    let folder = folder("floats");
+    let tensor = Tensor::new("layers.0.o_proj.weight", Dtype::BF16, vec![2, 32], vec![0; 128]);
+    let weight = |tensor| Weight::new("layers.0.o_proj.weight", 0, Value::Plain(tensor));
+    let weights = vec![weight(tensor.expect("a shape"))];
+    let config = Some(json!({"model_type": "llama", "quantization_config": {"bits": 4}}));
+    let mut model = Model { weights, config, ..Model::default() };
+    let written = burn_fp4_checkpoints::dialect::written();
+    for dialect in written.iter().copied().filter(|dialect| *dialect != "gguf") {
+        let path = folder.join(dialect);
+        model.write(&path, dialect, &WriteOptions::default()).expect("written");
+        assert_eq!(bytes_of_names(&path), ["config.json", "model.safetensors"], "{dialect}");
+        let checkpoint = Checkpoint::open(&path).expect("a folder");
+        assert_eq!(checkpoint.container().config(), Some(&json!({"model_type": "llama"})));
+        assert_eq!(checkpoint.dialect(), "plain");
+    }
+    model.config = None;
+    for dialect in written.into_iter().filter(|dialect| *dialect != "gguf") {
+        let path = folder.join(format!("{dialect}-alone"));
+        model.write(&path, dialect, &WriteOptions::default()).expect("written");
+        assert_eq!(bytes_of_names(&path), ["model.safetensors"], "{dialect}");
+    }
 }
 
 #[test]

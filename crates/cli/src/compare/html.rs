@@ -97,11 +97,16 @@ fn title(report: &Report) -> String {
     }
 }
 
+/// The error of a weight, which is 0 where there is none to draw.
+fn error_of(row: &Row) -> f64 {
+    row.error_percent.unwrap_or(0.0)
+}
+
 /// Draws a bar for each of the worst weights, over a scale.
 fn errors<'r>(rows: impl Iterator<Item = &'r Row>) -> String {
-    let finite = |row: &&Row| row.error_percent > 0.0 && row.error_percent.is_finite();
+    let finite = |row: &&Row| error_of(row) > 0.0 && error_of(row).is_finite();
     let rows: Vec<&Row> = rows.filter(finite).take(BARS).collect();
-    let most = rows.iter().map(|row| row.error_percent).fold(0.0, f64::max);
+    let most = rows.iter().map(|row| error_of(row)).fold(0.0, f64::max);
     if most == 0.0 {
         return "<p class=\"soft\">none</p>\n".to_owned();
     }
@@ -123,7 +128,7 @@ fn errors<'r>(rows: impl Iterator<Item = &'r Row>) -> String {
         );
     }
     for (at, (row, name)) in rows.iter().zip(&names).enumerate() {
-        let (y, width) = (18 * at + 2, length(row.error_percent));
+        let (y, width) = (18 * at + 2, length(error_of(row)));
         let _ = writeln!(
             svg,
             "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"end\">{}</text>\
@@ -133,7 +138,7 @@ fn errors<'r>(rows: impl Iterator<Item = &'r Row>) -> String {
             y + 11,
             escaped(name),
             y + 11,
-            Percent(row.error_percent)
+            Percent(error_of(row))
         );
     }
     svg + "</svg></div>\n"
@@ -177,8 +182,8 @@ fn table(rows: &[&Row]) -> String {
             Some(problem) => format!("<td colspan=\"2\">{}</td>", escaped(problem)),
             None => format!(
                 "<td class=\"number\">{}</td><td class=\"number\">{:.3e}</td>",
-                Percent(row.error_percent),
-                row.largest_difference
+                Percent(error_of(row)),
+                row.largest_difference.unwrap_or(0.0)
             ),
         };
         let [name, a, b] = [&row.name, &row.a, &row.b].map(|text| escaped(text));

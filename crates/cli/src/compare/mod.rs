@@ -17,6 +17,7 @@ use crate::listed::file_ending;
 use crate::percent::Percent;
 use crate::print::{print, print_json};
 use crate::progress;
+use crate::remarks::{self, Remarks};
 use crate::table::{Column, Order, table, width, wrapped};
 use report::{Relation, Report, Row};
 
@@ -29,6 +30,7 @@ use report::{Relation, Report, Row};
 /// is no difference.
 #[derive(clap::Args)]
 #[command(after_help = EXIT_CODES)]
+#[command(after_long_help = [EXIT_CODES, &remarks::help()].join("\n\n"))]
 pub(crate) struct Arguments {
     /// The original.
     #[arg(value_name = "A")]
@@ -99,11 +101,12 @@ const SHOWN: usize = 20;
 
 /// Runs the command. Returns true if a difference was found.
 pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
-    let a = open(&arguments.a, arguments.from_a.as_deref());
+    let mut remarks = Remarks::default();
+    let a = open(&arguments.a, arguments.from_a.as_deref(), &mut remarks);
     let a = a.map_err(|error| error.with_option(FROM[0]))?;
-    let b = open(&arguments.b, arguments.from_b.as_deref());
+    let b = open(&arguments.b, arguments.from_b.as_deref(), &mut remarks);
     let b = b.map_err(|error| error.with_option(FROM[1]))?;
-    let report = compare(arguments, [&a, &b]).map_err(CliError::meanwhile)?;
+    let report = compare(arguments, [&a, &b], remarks).map_err(CliError::meanwhile)?;
     if let Some(path) = &arguments.html {
         let write = std::fs::write(path, html::page(&report));
         write.map_err(|source| CliError::File { path: path.clone(), source })?;
@@ -116,9 +119,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
     Ok(report.finds_difference())
 }
 
-fn compare(arguments: &Arguments, checkpoints: [&Checkpoint; 2]) -> Result<Report, CliError> {
-    let a = model(checkpoints[0]).map_err(|error| error.with_option(FROM[0]))?;
-    let b = model(checkpoints[1]).map_err(|error| error.with_option(FROM[1]))?;
+fn compare(
+    arguments: &Arguments,
+    checkpoints: [&Checkpoint; 2],
+    mut remarks: Remarks,
+) -> Result<Report, CliError> {
+    let a = model(checkpoints[0], &mut remarks).map_err(|error| error.with_option(FROM[0]))?;
+    let b = model(checkpoints[1], &mut remarks).map_err(|error| error.with_option(FROM[1]))?;
+    remarks.print();
     let by_name: HashMap<&str, &Weight<'_>> =
         b.weights.iter().map(|weight| (weight.name.as_str(), weight)).collect();
     let mut report = Report {
@@ -133,6 +141,7 @@ fn compare(arguments: &Arguments, checkpoints: [&Checkpoint; 2]) -> Result<Repor
         only_in_a: Vec::new(),
         only_in_b: Vec::new(),
         codes: [0; 16],
+        remarks,
         verdict: String::new(),
     };
     let readers = checkpoints.map(|checkpoint| Reader::new(checkpoint.container()));
@@ -179,14 +188,14 @@ fn row_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) ->
         shape: pair[0].shape().to_vec(),
         quantized: is_changed(pair),
         relation: Relation::NotComparable,
-        error_percent: f64::NAN,
-        largest_difference: f64::NAN,
+        error_percent: None,
+        largest_difference: None,
         problem: None,
     };
     match difference(pair) {
         Ok(Sums { squares, largest }) => {
             let percent = Percent::of(squares).0;
-            (row.error_percent, row.largest_difference) = (percent, largest);
+            (row.error_percent, row.largest_difference) = (Some(percent), Some(largest));
             row.relation = match largest == 0.0 {
                 true => Relation::Same,
                 false if percent <= tolerance => Relation::Within,
@@ -278,8 +287,7 @@ fn folded(report: &Report, all: bool) -> Vec<(Folded, Vec<&Row>)> {
     let mut folded: Vec<_> = folded.into_iter().map(with_members).collect();
     let worst = |members: &[&Row]| {
         // Weights that cannot be compared are before all errors.
-        let error =
-            |row: &&Row| if row.problem.is_some() { f64::INFINITY } else { row.error_percent };
+        let error = |row: &&Row| row.error_percent.unwrap_or(f64::INFINITY);
         members.iter().map(error).fold(0.0, f64::max)
     };
     folded.sort_by(|(_, a), (_, b)| worst(b).total_cmp(&worst(a)));
@@ -299,10 +307,11 @@ fn line((folded, members): &(Folded, Vec<&Row>), tolerance: f64) -> Vec<String> 
             line.push(problem.clone());
         }
         None => {
-            let errors = members.iter().map(|row| row.error_percent);
+            let errors = members.iter().filter_map(|row| row.error_percent);
             let most = Percent(errors.clone().fold(0.0, f64::max));
             let mean = Percent(mean(errors).unwrap_or(0.0));
-            let difference = members.iter().map(|row| row.largest_difference).fold(0.0, f64::max);
+            let differences = members.iter().filter_map(|row| row.largest_difference);
+            let difference = differences.fold(0.0, f64::max);
             let beyond = match (beyond, members.len()) {
                 (0, _) => String::new(),
                 (1, 1) => "yes".to_owned(),

@@ -4,7 +4,9 @@ use serde::Serialize;
 
 use crate::accuracy::mean;
 use crate::counted::counted;
+use crate::number::optional;
 use crate::percent::Percent;
+use crate::remarks::Remarks;
 
 /// The findings of a comparison.
 #[derive(Serialize)]
@@ -16,8 +18,10 @@ pub(super) struct Report {
     /// The largest relative error that is no difference, in percent.
     pub(super) tolerance_percent: f64,
     /// The mean error of quantized weights that can be compared, in percent. None: there are none.
+    #[serde(serialize_with = "optional")]
     pub(super) quantized_error_percent: Option<f64>,
     /// The mean error of the others.
+    #[serde(serialize_with = "optional")]
     pub(super) kept_error_percent: Option<f64>,
     /// Weights in both that differ by more than the tolerance.
     pub(super) different: usize,
@@ -29,6 +33,8 @@ pub(super) struct Report {
     pub(super) only_in_b: Vec<String>,
     /// Counts of each code in the FP4 weights of B, or of A if B has none.
     pub(super) codes: [u64; 16],
+    #[serde(flatten)]
+    pub(super) remarks: Remarks,
     /// The last line that is printed.
     pub(super) verdict: String,
 }
@@ -60,8 +66,11 @@ pub(super) struct Row {
     /// True if it is FP4 in A or B, or has another quantized format in one of them.
     pub(super) quantized: bool,
     pub(super) relation: Relation,
-    pub(super) error_percent: f64,
-    pub(super) largest_difference: f64,
+    /// None: they cannot be compared.
+    #[serde(serialize_with = "optional")]
+    pub(super) error_percent: Option<f64>,
+    #[serde(serialize_with = "optional")]
+    pub(super) largest_difference: Option<f64>,
     /// Why they cannot be compared, if so.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) problem: Option<String>,
@@ -79,8 +88,7 @@ impl Report {
     pub(super) fn conclude(&mut self) {
         let mean_of = |quantized| {
             let rows = self.weights.iter();
-            let compared = rows.filter(|row| row.problem.is_none() && row.quantized == quantized);
-            mean(compared.map(|row| row.error_percent))
+            mean(rows.filter(|row| row.quantized == quantized).filter_map(|row| row.error_percent))
         };
         [self.quantized_error_percent, self.kept_error_percent] = [true, false].map(mean_of);
         self.verdict = self.verdict_of();
@@ -95,10 +103,7 @@ impl Report {
     /// The weights with the largest errors first, behind those that cannot be compared.
     pub(super) fn worst(&self) -> Vec<&Row> {
         let mut rows: Vec<&Row> = self.weights.iter().collect();
-        let key = |row: &Row| match row.problem {
-            Some(_) => (true, 0.0),
-            None => (false, row.error_percent),
-        };
+        let key = |row: &Row| (row.error_percent.is_none(), row.error_percent.unwrap_or(0.0));
         rows.sort_by(|a, b| {
             let ((no_a, a_percent), (no_b, b_percent)) = (key(a), key(b));
             let worse = no_b.cmp(&no_a).then(b_percent.total_cmp(&a_percent));
@@ -155,13 +160,14 @@ impl Report {
     /// States the largest error, and whether it is within the tolerance.
     fn verdict_of(&self) -> String {
         let tolerance = format!("{} %", self.tolerance_percent);
-        let worst = self.worst().into_iter().find(|row| row.problem.is_none());
-        let Some(worst) = worst else {
+        let mut worst = self.worst().into_iter();
+        let worst = worst.find_map(|row| Some((row, row.error_percent?)));
+        let Some((worst, error)) = worst else {
             let why = self.weights.iter().find_map(|row| row.problem.as_deref());
             let why = why.unwrap_or("A and B have no weight in common");
             return format!("no weight could be compared: {why}");
         };
-        let (error, name) = (Percent(worst.error_percent), &worst.name);
+        let (error, name) = (Percent(error), &worst.name);
         let mut text = match worst.relation {
             Relation::Same => "all values that were compared are the same".to_owned(),
             Relation::Within => {

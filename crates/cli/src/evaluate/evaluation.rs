@@ -5,6 +5,7 @@ use burn_fp4_search::formats::Fp4Format;
 use serde::Serialize;
 
 use crate::fold::{Folded, fold};
+use crate::number::number;
 use crate::table::{self, Column, Order};
 
 /// A method on a weight.
@@ -43,12 +44,16 @@ pub(crate) enum Outcome {
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Figures {
     /// `|Wq - W| / |W|`.
+    #[serde(serialize_with = "number")]
     pub(crate) weight_error_percent: f64,
     /// `|X (Wq - W)^T| / |X W^T|` of the calibration activations.
+    #[serde(serialize_with = "number")]
     pub(crate) calibration_error_percent: f64,
     /// The same of the evaluation activations.
+    #[serde(serialize_with = "number")]
     pub(crate) evaluation_error_percent: f64,
     /// `-20 log10` of the weight error.
+    #[serde(serialize_with = "number")]
     pub(crate) sqnr_db: f64,
     /// Time to quantize, with the sums over activations that the method needs.
     pub(crate) seconds: f64,

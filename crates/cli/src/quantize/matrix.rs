@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
-use burn_fp4_search::formats::{Packed, bf16, f16};
+use burn_fp4_search::formats::{E2M1, Packed, bf16, f16};
 use burn_fp4_search::host::{HostElement, PackedView, View, squared_error, tensor_amax};
 use burn_fp4_search::{
     Fp4Scheme, Method, SearchError, Statistics, TensorScaling, squared_output_error,
@@ -19,9 +19,9 @@ use super::jobs::Job;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use super::kernels::{Failure, KernelElement, Kernels};
 use super::statistics::{Known, StatisticsFile};
-use crate::accuracy::Tally;
+use crate::accuracy::{Blocks, Tally};
 use crate::error::CliError;
-use crate::print::warn;
+use crate::remarks::{Remarks, Warning};
 
 /// Values one after another, in the type of the file.
 pub(super) enum Floats {
@@ -299,16 +299,21 @@ impl<'q> Quantizer<'q> {
     }
 
     /// Warns of statistics that are unusable, by which errors of outputs were to be measured.
-    pub(super) fn warn(&self) {
+    /// Returns the weights that they are of.
+    pub(super) fn warn(&self, remarks: &mut Remarks) -> Vec<String> {
         let unusable = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(first) = unusable.values().next() else { return };
+        let weights: Vec<String> = unusable.keys().cloned().collect();
+        let Some(first) = unusable.values().next() else { return weights };
         let others = match unusable.len() - 1 {
             0 => String::new(),
             more => format!(" (and {more} more)"),
         };
-        warn(format!(
+        let text = format!(
             "{first}{others}: the error of its outputs is not measured; calibrate again to have it"
-        ));
+        );
+        let kind = "unusable-statistics";
+        remarks.warn(Warning { kind, weights: weights.clone(), text });
+        weights
     }
 
     /// The error, of the weight or of the statistics that it is about. The values are those of the
@@ -401,33 +406,60 @@ fn measured<T: HostElement>(
         Known::Gram(gram) => Some(squared_output_error(values, quantized, view, gram)?),
         Known::Nothing | Known::Unseen | Known::SecondMoments(_) => None,
     };
-    let zeroed = match packed.format.row().tensor_scale {
-        true => zeroed_blocks(values, quantized, view),
-        false => [0; 2],
-    };
+    let blocks = blocks(values, quantized, view);
     let values = squared_error(values, quantized, view)?;
-    Ok(Tally { values, outputs, zeroed, ..Tally::default() })
+    Ok(Tally { values, outputs, blocks, ..Tally::default() })
 }
 
-/// Counts the blocks that became zero though their values were not, and all blocks. One large value
-/// raises the tensor scale until the scales of other blocks round to zero, which an error of the
-/// whole weight does not show.
-fn zeroed_blocks<T: HostElement>(values: &[T], packed: PackedView<'_>, view: View) -> [u64; 2] {
-    let PackedView { block_size, codes, scales, .. } = packed;
-    let grid = packed.format.row().block_scale;
+/// Blocks whose errors are measured, at most. More would take time, and tell the same.
+const SAMPLE: usize = 4096;
+
+/// Counts the blocks of a weight. One large value raises the tensor scale until the scales of other
+/// blocks are imprecise or round to zero, which an error of the whole weight does not show.
+fn blocks<T: HostElement>(values: &[T], packed: PackedView<'_>, view: View) -> Blocks {
+    let PackedView { block_size, codes, scales, tensor_scale, .. } = packed;
+    let row = packed.format.row();
+    let grid = row.block_scale;
     let per_row = view.axis / block_size;
-    let was_zero = |block: usize| {
+    let block_values = |block: usize| {
         let (row, first) = (block / per_row, block % per_row * block_size);
         let (outer, inner) = (row / view.inner, row % view.inner);
         (first..first + block_size)
-            .all(|col| values[(outer * view.axis + col) * view.inner + inner].to_f32() == 0.0)
+            .map(move |col| values[(outer * view.axis + col) * view.inner + inner].to_f32())
     };
-    let blocks = codes.chunks_exact(block_size / 2).zip(scales).enumerate();
-    let is_zero = |codes: &[u8], scale: u8| {
-        codes.iter().all(|&byte| byte & 0x77 == 0) || grid.decode(scale) == 0.0
-    };
-    let zeroed = blocks.filter(|(at, (codes, scale))| is_zero(codes, **scale) && !was_zero(*at));
-    [zeroed.count() as u64, scales.len() as u64]
+    let block_codes = |block: usize| &codes[block * block_size / 2..][..block_size / 2];
+    let mut blocks = Blocks::default();
+    for block in (0..scales.len()).step_by(scales.len().div_ceil(SAMPLE).max(1)) {
+        let multiplier = tensor_scale[(block / per_row).min(tensor_scale.len() - 1)];
+        let scale = f64::from(grid.decode(scales[block])) * f64::from(multiplier);
+        let codes = block_codes(block).iter().flat_map(|byte| [byte & 0xF, byte >> 4]);
+        let decoded = codes.map(|code| f64::from(E2M1.decode(code)) * scale);
+        let mut squares = [0.0; 2];
+        for (before, after) in block_values(block).map(f64::from).zip(decoded) {
+            squares[0] += (after - before).powi(2);
+            squares[1] += before * before;
+        }
+        if squares[1] > 0.0 {
+            blocks.errors[0] += (squares[0] / squares[1]).sqrt();
+            blocks.errors[1] += 1.0;
+        }
+    }
+    let largest = scales.iter().copied().filter(|scale| !grid.is_nan(*scale)).max();
+    blocks.peak = largest.map_or(0.0, |scale| f64::from(grid.decode(scale)));
+    if !row.tensor_scale {
+        return blocks;
+    }
+    blocks.all = scales.len() as u64;
+    let subnormal = 1..1_u8 << grid.mantissa_bits;
+    for (block, &scale) in scales.iter().enumerate() {
+        let zero = |codes: &[u8]| codes.iter().all(|&byte| byte & 0x77 == 0);
+        if zero(block_codes(block)) || grid.decode(scale) == 0.0 {
+            blocks.zeroed += u64::from(block_values(block).any(|value| value != 0.0));
+        } else {
+            blocks.small += u64::from(subnormal.contains(&scale));
+        }
+    }
+    blocks
 }
 
 /// Rows of all matrices, as the weight of an outline.

@@ -37,7 +37,7 @@ use std::time::UNIX_EPOCH;
 use burn_fp4_checkpoints::selection::{Matrices, Selection};
 use burn_fp4_checkpoints::{
     Checkpoint, CheckpointError, Dtype, Model, Output, Planned, Reader, Start, Value, Weight,
-    WriteOptions, missing_layers,
+    WriteOptions, missing_layers, planned_defects,
 };
 use burn_fp4_search::{Fp4Scheme, Method};
 
@@ -48,9 +48,10 @@ use crate::error::CliError;
 use crate::finite::Copied;
 use crate::interrupt::Announced;
 use crate::page::time;
-use crate::print::{next, note, print, print_json, say, warn};
+use crate::print::{next, print, print_json, say};
 use crate::progress;
 use crate::readers;
+use crate::remarks::{self, Remarks};
 use crate::size::Size;
 use crate::table::{width, wrapped};
 use crate::unheld::{holders, pattern};
@@ -63,7 +64,7 @@ use matrix::Quantizer;
 use options::{Options, ResolvedOptions};
 use pipeline::{Work, noted};
 use plan::Report;
-use statistics::StatisticsFile;
+use statistics::{MADE_BY, StatisticsFile};
 
 /// Quantize the weights of a checkpoint to 4 bits.
 ///
@@ -81,7 +82,7 @@ use statistics::StatisticsFile;
 /// The last lines are the mean and the largest error. The error of a weight is |Q - W| / |W|; in
 /// the mean each quantized weight counts once, whatever its size. `fp4 compare` has the same mean.
 #[derive(clap::Args)]
-#[command(after_long_help = format!("{}\n\n{EXAMPLES}", readers::table()))]
+#[command(after_long_help = [&readers::table(), &remarks::help(), EXAMPLES].join("\n\n"))]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
@@ -91,8 +92,9 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     options: Options,
     /// A TOML file with any of the options from --format to --calibration, without their dashes:
-    /// `preset = "mlp-only"`, `keep = ["*.o_proj"]`. The command line overrides it; --preset and
-    /// --only override both. Only a file can choose another format, block size, method or rule for
+    /// `preset = "mlp-only"`, `keep = ["*.o_proj"]`. The command line replaces the choices of the
+    /// file, with a note that names them; --keep adds to its `keep`, and --preset and --only each
+    /// replace both. Only a file can choose another format, block size, method or rule for
     /// some of the weights, or keep them dense, in tables `[[weights]]` with their `names`. If
     /// several tables name a weight, the last one wins. Only a file can say with `together` whether
     /// layers that run as one stay together, whatever the dialect is. A path of `calibration` in it
@@ -153,20 +155,16 @@ fn narrow(name: &str) -> Result<Dtype, String> {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
-    let checkpoint = arguments.input.open()?;
-    let model = model(&checkpoint)?;
+    let mut remarks = Remarks::default();
+    let checkpoint = arguments.input.open(&mut remarks)?;
+    let model = model(&checkpoint, &mut remarks)?;
+    remarks.print();
     let path = arguments.recipe.as_deref();
-    let recipe = arguments.options.with_recipe(path)?;
+    let recipe = arguments.options.with_recipe(path, &mut remarks)?;
     let mut resolved = ResolvedOptions::of(recipe, path, &model, arguments.out.as_deref())?;
     resolved.cast_kept = arguments.cast_kept;
     let dialect = resolved.dialect();
-    let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose();
-    let out = out.map_err(|error| match error {
-        CliError::Checkpoint(CheckpointError::Exists { path }) if arguments.resume => {
-            CliError::NothingToResume { path }
-        }
-        error => error,
-    })?;
+    let out = out(arguments, dialect)?;
     let selection = Selection::of(&model, &resolved.policy);
     let mut selection = selection.map_err(|error| arguments.options.named(error))?;
     let refused = match refusal(&mut selection, &model) {
@@ -175,15 +173,15 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         refused => refused,
     };
     let schemes = options::schemes(&selection);
-    let statistics =
-        resolved.policy.recipe().calibration.as_deref().map(StatisticsFile::open).transpose()?;
+    let statistics = resolved.policy.recipe().calibration.as_deref();
+    let statistics = statistics.map(StatisticsFile::open).transpose()?;
     check_statistics(&model, &selection, &schemes, statistics.as_ref())?;
     let (outline, reader) = (selection.outline(&model), Reader::new(checkpoint.container()));
     let options = WriteOptions { cast_floats: arguments.cast_kept, ..WriteOptions::default() };
     let planned = outline.plan_reading(dialect, &options, &reader)?;
-    let device = arguments.device;
     let before = checkpoint.container().files().map(|(_, bytes)| bytes).sum();
-    let mut report = Report::new(&resolved, device, &model, &outline, &selection, &planned, before);
+    let mut report =
+        Report::new(&resolved, arguments.device, &model, &outline, &selection, &planned, before);
     let statistics = statistics.as_ref();
     let jobs = jobs(&model, &selection, &planned, statistics);
     let memory = memory(arguments.memory, &model, &jobs)?;
@@ -195,29 +193,34 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             // While the device is made ready.
             look(jobs.iter().collect());
         }
-        let engine = Engine::open(device)?;
+        let engine = Engine::open(arguments.device)?;
         let quantizer = Quantizer::new(&engine, statistics);
         quantizer.check(&model, &jobs)?;
-        let notes = resolved.notes(&model, &selection, &schemes, statistics)?.into_iter();
-        let notes = notes.chain(not_copied(&checkpoint, dialect));
-        let notes = notes.chain(wide_note(&outline, &planned));
-        notes.for_each(note);
-        missing_layers(&model).iter().for_each(warn);
-        print_warnings(&report, arguments.dry_run);
+        resolved.remark(&model, &selection, &schemes, statistics, &mut remarks)?;
+        let notes = [not_copied(&checkpoint, dialect), wide_note(&outline, &planned)];
+        remarks.note_each(notes.into_iter().flatten());
+        remarks.warn_each(&selection.warnings);
+        let planned_defects = planned_defects(&outline, &selection.groups, dialect);
+        remarks.warn_each(missing_layers(&model).into_iter().chain(planned_defects));
+        if refused.is_none() {
+            remarks.warn_each(report.unmet());
+        }
+        remarks.print();
+        if !arguments.dry_run && !selection.warnings.is_empty() {
+            // Nothing else shows the plan that they are about.
+            say(report.table(false, width()));
+        }
         let out = match &out {
             Some(out) if !arguments.dry_run => out,
             _ => {
-                print_plan(&report, arguments)?;
+                print_plan(&report, &remarks, arguments)?;
                 return refused.map_or(Ok(()), Err);
             }
         };
         let start = if arguments.resume { Start::Resume } else { Start::First };
         let output = planned.create(out, &task(&checkpoint, &resolved)?, start)?;
-        if arguments.resume && !(0..model.weights.len()).any(|at| output.is_done(at)) {
-            note("no earlier run has left weights to go on from; all are quantized");
-        } else if output.restarts() {
-            note("an earlier run left no weight on the disk; this one starts over");
-        }
+        remarks.note_each(start_note(start, &output, &model));
+        remarks.print_notes();
         let todo = |job: &&Job| !job.weights.iter().all(|&at| output.is_done(at));
         let todo: Vec<&Job> = jobs.iter().filter(todo).collect();
         if arguments.resume {
@@ -241,40 +244,49 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         };
         let (error, measured) = write(&work, output)?;
         drop(announced);
-        error.into_iter().for_each(unconfirmed);
-        copied.warn(&model);
-        quantizer.warn();
+        remarks.warn_each(error.iter().map(unconfirmed));
+        copied.warn(&model, &mut remarks);
+        let unusable = quantizer.warn(&mut remarks);
         let is_cast = |(at, _): &TallyAt| planned.decoded_to(*at).is_some();
         let (cast, measured): (Vec<_>, Vec<_>) = measured.into_iter().partition(is_cast);
-        let quantized: usize = selection.groups.iter().map(Vec::len).sum();
-        let fell_back = report.fell_back(&model, &measured);
-        let mut errors = Errors::of_quantized(&model, quantized - measured.len(), measured);
-        fell_back.into_iter().for_each(|warning| errors.warn(warning));
-        finish(arguments.json, out, &report, errors, Errors::of_casts(&model, cast))
+        remarks.warn_each(report.fell_back(&model, &measured));
+        let errors = Errors::of_quantized(&model, &selection.groups, measured, &mut remarks);
+        errors.warn_of_outputs(&unusable, &mut remarks);
+        let cast = Errors::of_casts(&model, cast, &mut remarks);
+        finish(arguments.json, out, &report, remarks, errors, cast)
     })
 }
 
+/// The path to write to, if it is given.
+fn out(arguments: &Arguments, dialect: &str) -> Result<Option<PathBuf>, CliError> {
+    let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose();
+    out.map_err(|error| match error {
+        CliError::Checkpoint(CheckpointError::Exists { path }) if arguments.resume => {
+            CliError::NothingToResume { path }
+        }
+        error => error,
+    })
+}
+
+/// The note on what an earlier run has left.
+fn start_note(start: Start, output: &Output<'_>, model: &Model<'_>) -> Option<&'static str> {
+    let done = (0..model.weights.len()).any(|at| output.is_done(at));
+    if start == Start::Resume && !done {
+        Some("no earlier run has left weights to go on from; all are quantized")
+    } else if output.restarts() {
+        Some("an earlier run left no weight on the disk; this one starts over")
+    } else {
+        None
+    }
+}
+
 /// Prints the plan for every weight.
-fn print_plan(report: &Report, arguments: &Arguments) -> Result<(), CliError> {
+fn print_plan(report: &Report, remarks: &Remarks, arguments: &Arguments) -> Result<(), CliError> {
     if arguments.json {
-        return print_json(report);
+        return print_json(&Done { plan: report, remarks, errors: None, cast: None });
     }
     let summary = wrapped(&report.summary(), width());
     print(format!("{}\n{summary}", report.table(arguments.all, width())).trim_start())
-}
-
-/// Prints the warnings, and the plan that they ask to check if nothing else does.
-fn print_warnings(report: &Report, dry_run: bool) {
-    report.warnings().iter().for_each(warn);
-    report.traps().iter().for_each(warn);
-    if dry_run {
-        return;
-    }
-    if report.warnings().is_empty() {
-        report.unmet().iter().for_each(warn);
-    } else {
-        say(report.table(false, width()));
-    }
 }
 
 /// The note on a result that is mostly matrices of wide floats.
@@ -337,25 +349,30 @@ fn finish(
     json: bool,
     out: &Path,
     report: &Report,
+    mut remarks: Remarks,
     errors: Errors,
     cast: Errors,
 ) -> Result<(), CliError> {
-    errors.warnings().iter().chain(cast.warnings()).for_each(warn);
+    remarks.print();
     if json {
         let cast = Some(cast).filter(|cast| cast.count() > 0);
-        return print_json(&Done { plan: report, errors, cast });
+        return print_json(&Done { plan: report, remarks: &remarks, errors: Some(errors), cast });
     }
     let made = format!("{}: {}", out.display(), report.summary());
     let [made, errors] = [made, errors.summary()].map(|line| wrapped(&line, width()));
     print(&format!("{made}\n{errors}\n{}", next(out)))
 }
 
-/// Report of a run as JSON: the plan and the errors.
+/// Report of a run as JSON: the plan, the warnings and notes, and the errors.
 #[derive(serde::Serialize)]
 struct Done<'r> {
     #[serde(flatten)]
     plan: &'r Report,
-    errors: Errors,
+    #[serde(flatten)]
+    remarks: &'r Remarks,
+    /// None: nothing is written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    errors: Option<Errors>,
     /// The errors of matrices that stay and are cast.
     #[serde(skip_serializing_if = "Option::is_none")]
     cast: Option<Errors>,
@@ -415,8 +432,9 @@ fn check_statistics(
     let Some((_, method)) = chosen.first() else { return Ok(()) };
     let Some(statistics) = statistics else {
         let what = format!(
-            "method `{method}` needs input statistics; pass --calibration FILE, as `llama` writes \
-             it with --save-calibration and Burn with `Calibration::save`"
+            "method `{method}` needs input statistics; pass --calibration FILE, which {MADE_BY} \
+             writes from a model and a text, `llama` with --save-calibration, and Burn with \
+             `Calibration::save`"
         );
         return Err(CliError::Choice(what));
     };

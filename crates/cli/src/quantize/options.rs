@@ -17,6 +17,7 @@ use crate::counted::counted;
 use crate::error::CliError;
 use crate::listed::{listed, methods, one_of};
 use crate::readers;
+use crate::remarks::Remarks;
 
 use super::statistics::StatisticsFile;
 
@@ -46,7 +47,9 @@ pub(super) struct Options {
     )]
     method: Option<Method>,
     /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
-    /// (earlier versions).
+    /// (earlier versions): how the largest magnitude of a block becomes its scale. A method that
+    /// searches for block scales, such as sse, tries others than that of the rule, which then only
+    /// makes the tensor scale and divides the values.
     #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(rule_name)))]
     rule: Option<ScaleRule>,
     // The help lists the presets.
@@ -64,7 +67,7 @@ pub(super) struct Options {
     /// also none, and a dot at the end stands for all within a module: `**.layers.0.`. `re:` starts
     /// a regular expression, which matches from the start of the name, and to its end only with
     /// `$`. Braces and commas do not list names: repeat the option. A pattern that matches no
-    /// weight is an error.
+    /// weight is an error. Those that a recipe keeps stay too.
     #[arg(long, value_name = "PATTERN")]
     keep: Vec<String>,
     /// Quantize the matrices of this name or pattern, instead of those that the preset chooses; may
@@ -126,13 +129,21 @@ impl Options {
         if stated { error.of_option() } else { error }
     }
 
-    /// These choices, and a recipe's where they are open.
-    pub(super) fn with_recipe(&self, path: Option<&Path>) -> Result<Recipe, CliError> {
+    /// These choices, and a recipe's where they are open. `--keep` adds to those that a recipe
+    /// keeps; a note names the choices of the recipe that are replaced.
+    pub(super) fn with_recipe(
+        &self,
+        path: Option<&Path>,
+        remarks: &mut Remarks,
+    ) -> Result<Recipe, CliError> {
         let mut recipe = path.map(Recipe::read).transpose()?.unwrap_or_default();
+        if let Some(path) = path {
+            self.note_replaced(&recipe, path, remarks);
+        }
         // As other paths in files, it starts at the folder of the file.
         let folder = path.and_then(Path::parent).unwrap_or(Path::new(""));
         recipe.calibration = recipe.calibration.map(|file| folder.join(file));
-        let keep = if self.keep.is_empty() { recipe.keep } else { self.keep.clone() };
+        let keep = recipe.keep.into_iter().chain(self.keep.iter().cloned()).collect();
         // A preset and a list are two ways to say which weights.
         let (preset, only) = match (self.preset, &self.only[..]) {
             (None, []) => (recipe.preset, recipe.only),
@@ -155,6 +166,33 @@ impl Options {
             calibration: self.calibration.clone().or(recipe.calibration),
             weights: recipe.weights,
         })
+    }
+
+    /// Notes the choices of a recipe that these replace.
+    fn note_replaced(&self, recipe: &Recipe, path: &Path, remarks: &mut Remarks) {
+        fn differs<T: PartialEq>(own: &Option<T>, recipe: &Option<T>) -> bool {
+            own.is_some() && recipe.is_some() && own != recipe
+        }
+        let chosen = self.preset.is_some() || !self.only.is_empty();
+        let (first, last) = (self.first_layers_high_precision, self.last_layers_high_precision);
+        let replaced = [
+            ("format", differs(&self.format, &recipe.format)),
+            ("block-size", differs(&self.block_size, &recipe.block_size)),
+            ("dialect", differs(&self.dialect, &recipe.dialect)),
+            ("method", differs(&self.method, &recipe.method)),
+            ("rule", differs(&self.rule, &recipe.rule)),
+            ("preset", chosen && recipe.preset.is_some() && recipe.preset != self.preset),
+            ("only", chosen && !recipe.only.is_empty() && recipe.only != self.only),
+            ("first-layers-high-precision", differs(&first, &recipe.first_layers_high_precision)),
+            ("last-layers-high-precision", differs(&last, &recipe.last_layers_high_precision)),
+            ("calibration", differs(&self.calibration, &recipe.calibration)),
+        ];
+        let names = replaced.into_iter().filter(|(_, is)| *is).map(|(name, _)| format!("`{name}`"));
+        let names = names.collect::<Vec<_>>().join(", ");
+        if !names.is_empty() {
+            let path = path.display();
+            remarks.note(format!("{path}: the command line replaces its {names}"));
+        }
     }
 }
 
@@ -253,22 +291,22 @@ impl ResolvedOptions {
         }
     }
 
-    /// Returns notes to print before the work begins.
+    /// Adds notes and warnings about readers of the result, and about choices without an effect.
     ///
     /// # Errors
     /// If the dialect is not written.
-    pub(super) fn notes(
+    pub(super) fn remark(
         &self,
         model: &Model<'_>,
         selection: &Selection,
         schemes: &[Fp4Scheme],
         statistics: Option<&StatisticsFile>,
-    ) -> Result<Vec<String>, CliError> {
-        let mut notes = Vec::new();
+        remarks: &mut Remarks,
+    ) -> Result<(), CliError> {
         let scaled = |how: &Fp4Scheme| how.format().row().tensor_scale;
         if !selection.has_tensor_scales() && schemes.iter().any(scaled) {
             let dialect = self.dialect();
-            notes.push(format!(
+            remarks.note(format!(
                 "the dialect `{dialect}` has no tensor scales: block scales alone hold the range, \
                  which raises the error of small weights; other dialects have tensor scales"
             ));
@@ -284,24 +322,26 @@ impl ResolvedOptions {
                 file.has_gram(&weight.name, &Matrices::of(model, weight))
             });
             let use_of = if measures { "only measures errors of outputs" } else { "is not used" };
-            notes.push(format!("{needed}: {} {use_of}", file.path().display()));
+            remarks.note(format!("{needed}: {} {use_of}", file.path().display()));
         }
         if self.dialect() == GGUF {
-            notes.extend(readers::gguf_note(model));
+            remarks.note_each(readers::gguf_note(model));
         }
-        notes.extend(readers::cache_note(self.dialect(), model));
+        remarks.note_each(readers::cache_note(self.dialect(), model));
         let formats = schemes.iter().map(|how| (how.format(), how.block_size));
-        notes.extend(readers::notes(self.dialect(), formats)?);
-        let turned = |&at: &usize| Matrices::of(model, &model.weights[at]).transposed;
-        let turned = selection.groups.iter().flatten().any(turned);
-        if turned && model.gguf.is_none() {
-            notes.push(readers::turned_note(self.dialect())?);
+        remarks.note_each(readers::notes(self.dialect(), formats)?);
+        let quantized = selection.groups.iter().flatten().map(|&at| &model.weights[at]);
+        let turned = quantized.filter(|weight| Matrices::of(model, weight).transposed);
+        let turned: Vec<String> = turned.map(|weight| weight.name.clone()).collect();
+        if !turned.is_empty() && model.gguf.is_none() {
+            remarks.warn(readers::turned_warning(self.dialect(), turned)?);
         } else if model.gguf.is_some() && self.dialect() != GGUF {
-            notes.push(readers::from_gguf_note(model));
+            remarks.note(readers::from_gguf_note(model));
         } else {
-            notes.extend(readers::transformers_note(self.dialect(), model));
+            let packed = selection.groups.iter().flatten().copied().collect::<Vec<_>>();
+            readers::remark_transformers(self.dialect(), model, &packed, remarks);
         }
-        Ok(notes)
+        Ok(())
     }
 }
 
@@ -329,11 +369,6 @@ pub(super) struct Settings {
 }
 
 impl Settings {
-    /// The dialect to write.
-    pub(super) fn dialect(&self) -> &str {
-        &self.dialect
-    }
-
     /// Writes each of them as an option of the command line, or as it stands in a recipe, if there
     /// is no option for it.
     pub(super) fn as_options(&self) -> Vec<String> {

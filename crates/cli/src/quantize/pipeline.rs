@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-use burn_fp4_checkpoints::{Dtype, Model, Output, Piece, Planned, Reader, Tensor, Value, Weight};
+use burn_fp4_checkpoints::{Model, Output, Piece, Planned, Reader, Value, Weight};
 use burn_fp4_search::Fp4Scheme;
 use indicatif::ProgressBar;
 
@@ -18,7 +18,8 @@ use super::ahead::Ahead;
 use super::budget::{Budget, Taken};
 use super::jobs::Job;
 use super::matrix::{Floats, Quantized, Quantizer, read};
-use crate::accuracy::{Tally, TallyAt};
+use crate::accuracy::{Blocks, Tally, TallyAt};
+use crate::cast::error_of_cast;
 use crate::error::CliError;
 use crate::finite::Copied;
 
@@ -174,44 +175,26 @@ fn quantize<'w>(
     Ok(())
 }
 
-/// Bytes that are cast at a time to measure the error.
-const PIECE: usize = 1 << 20;
-
-/// The error of casting a tensor of floats. None: it cannot be cast, which writing it tells.
-fn error_of_cast(tensor: &Tensor<'_>, dtype: Dtype) -> Option<Tally> {
-    let from = tensor.plain()?;
-    let mut squares = [0.0; 2];
-    for bytes in tensor.bytes.chunks(PIECE) {
-        let shape = vec![8 * bytes.len() / from.bitsize()];
-        let piece = Tensor::new(tensor.name.clone(), from, shape, bytes).ok()?;
-        let (before, after) = (piece.to_f32().ok()?, piece.decode(dtype).ok()?.to_f32().ok()?);
-        for (before, after) in before.into_iter().zip(after) {
-            let (before, after) = (f64::from(before), f64::from(after));
-            squares[0] += (after - before).powi(2);
-            squares[1] += before * before;
-        }
-    }
-    Some(Tally::of_values(squares))
-}
-
 /// The sums of a weight as the note on it, exactly.
-fn note(Tally { values, outputs, zeroed, unseen }: Tally) -> String {
-    let counts = zeroed.into_iter().chain(unseen).map(|count| count.to_string());
-    let sums = values.into_iter().chain(outputs.into_iter().flatten());
+fn note(Tally { values, outputs, blocks, unseen }: Tally) -> String {
+    let Blocks { all, zeroed, small, errors, peak } = blocks;
+    let counts = [all, zeroed, small].into_iter().chain(unseen).map(|count| count.to_string());
+    let sums = errors.into_iter().chain([peak]).chain(values);
+    let sums = sums.chain(outputs.into_iter().flatten());
     counts.chain(sums.map(|sum| sum.to_string())).collect::<Vec<_>>().join(" ")
 }
 
 /// The sums of a weight that a note has.
 fn of_note(note: &str) -> Option<Tally> {
     let words: Vec<&str> = note.split(' ').collect();
-    let (counts, sums) = words.split_at_checked(4)?;
+    let (counts, sums) = words.split_at_checked(5)?;
     let counts: Vec<u64> = counts.iter().filter_map(|count| count.parse().ok()).collect();
     let sums: Vec<f64> = sums.iter().filter_map(|sum| sum.parse().ok()).collect();
-    let (&[a, b, c, d], [first, second, outputs @ ..]) = (&counts[..], &sums[..]) else {
-        return None;
-    };
+    let &[all, zeroed, small, unseen, of] = &counts[..] else { return None };
+    let &[errors, blocks, peak, change, energy, ref outputs @ ..] = &sums[..] else { return None };
+    let blocks = Blocks { all, zeroed, small, errors: [errors, blocks], peak };
     let outputs = <[f64; 2]>::try_from(outputs).ok();
-    Some(Tally { values: [*first, *second], outputs, zeroed: [a, b], unseen: [c, d] })
+    Some(Tally { values: [change, energy], outputs, blocks, unseen: [unseen, of] })
 }
 
 /// The sums of weights that an earlier run has quantized or cast, by their places in the model.
@@ -271,7 +254,7 @@ mod tests {
         let tally = Tally {
             values: [0.1, 1e-300],
             outputs: Some([2.5, 1.0 / 3.0]),
-            zeroed: [3, 4],
+            blocks: Blocks { all: 9, zeroed: 3, small: 4, errors: [0.7, 9.0], peak: 448.0 },
             unseen: [0, 1],
         };
         for tally in [tally, Tally { outputs: None, ..tally }] {

@@ -3,8 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-use burn_fp4_checkpoints::selection::{Matrices, Selection, Warning};
-use burn_fp4_checkpoints::{Model, Planned, Trap, planned_traps};
+use burn_fp4_checkpoints::selection::{Matrices, Selection};
+use burn_fp4_checkpoints::{Model, Planned};
 use burn_fp4_policy::Decision;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use serde::Serialize;
@@ -14,6 +14,7 @@ use super::options::{ResolvedOptions, Settings};
 use crate::accuracy::TallyAt;
 use crate::counted::counted;
 use crate::fold::{Folded, fold_weights, natural, short, short_reason};
+use crate::remarks::Warning;
 use crate::size::Size;
 use crate::table::{Column, Order, table};
 
@@ -51,9 +52,6 @@ pub(super) struct Row {
 pub(super) struct Report {
     settings: Settings,
     device: Device,
-    warnings: Vec<Warning>,
-    /// Layers that readers of the dialect cannot load, or not with the same values.
-    traps: Vec<Trap>,
     /// In the natural order of their names.
     weights: Vec<Row>,
     quantized: usize,
@@ -133,10 +131,8 @@ impl Report {
         let mut weights: Vec<Row> = (0..model.weights.len()).map(row).collect();
         weights.sort_by(|a, b| natural(&a.name).cmp(&natural(&b.name)));
         Self {
-            traps: planned_traps(outline, &selection.groups, settings.dialect()),
             settings,
             device,
-            warnings: selection.warnings.clone(),
             quantized: selection.groups.iter().map(Vec::len).sum(),
             base,
             bytes_before,
@@ -147,7 +143,7 @@ impl Report {
 
     /// Notes the weights that were quantized by another method, as their statistics are all zero.
     /// Returns a warning about them.
-    pub(super) fn fell_back(&mut self, model: &Model<'_>, tallies: &[TallyAt]) -> Option<String> {
+    pub(super) fn fell_back(&mut self, model: &Model<'_>, tallies: &[TallyAt]) -> Option<Warning> {
         let note = |(at, tally): &TallyAt| {
             let whole = tally.unseen[0] == tally.unseen[1];
             Some((model.weights[*at].name.as_str(), (tally.fallback()?, whole)))
@@ -171,32 +167,28 @@ impl Report {
             0 | 1 => String::new(),
             count => format!(" (and {})", counted(count - 1, "more weight")),
         };
-        first.map(|first| {
-            format!("{first}{others}; calibrate with more text, or pass --keep for these weights")
+        let weights = notes.keys().map(|name| (*name).to_owned()).collect();
+        let remedy = "calibrate with more text, or pass --keep for these weights";
+        first.map(|first| Warning {
+            kind: "unseen-inputs",
+            weights,
+            text: format!("{first}{others}; {remedy}"),
         })
     }
 
-    /// The traps of the plan.
-    pub(super) fn traps(&self) -> &[Trap] {
-        &self.traps
-    }
-
-    /// The warnings, as lines.
-    pub(super) fn warnings(&self) -> &[Warning] {
-        &self.warnings
-    }
-
-    /// Describes the weights that were chosen to be quantized and cannot be, a line for every
-    /// pattern of names.
-    pub(super) fn unmet(&self) -> Vec<String> {
+    /// Warns of the weights that were chosen to be quantized and cannot be, once for every pattern
+    /// of names.
+    pub(super) fn unmet(&self) -> Vec<Warning> {
         let unmet: Vec<&Row> = self.weights.iter().filter(|row| row.unmet).collect();
         let rows = unmet.iter().map(|row| (row.module(), &row.shape[..], row.short.clone()));
         let line = |one: Folded| {
             let short = &unmet[one.members[0]].short;
-            match one.members.len() {
+            let text = match one.members.len() {
                 1 => format!("`{}` stays: {short}", one.name),
                 count => format!("{count} x `{}` stay: {short}", one.name),
-            }
+            };
+            let weights = one.members.iter().map(|&at| unmet[at].name.clone()).collect();
+            Warning { kind: "stays", weights, text }
         };
         fold_weights(&rows.collect::<Vec<_>>()).into_iter().map(line).collect()
     }

@@ -36,6 +36,9 @@ impl Known {
     }
 }
 
+/// The program that writes such files for any model of transformers.
+pub(super) const MADE_BY: &str = "tests/interop/calibration.py of burn-fp4";
+
 /// Bytes of statistics that are read at a time.
 const PIECE: usize = 1 << 20;
 
@@ -66,7 +69,8 @@ impl StatisticsFile {
         };
         let found = self.file.tensors().next();
         Err(CliError::Choice(format!(
-            "{}: no statistics of the {} to quantize, such as `{}`; it has {}",
+            "{}: no statistics of the {} to quantize, such as `{}`; it has {}; write those of this \
+             model with {MADE_BY}",
             self.path.display(),
             counted(weights.len(), "weight"),
             first.name,
@@ -83,7 +87,8 @@ impl StatisticsFile {
         method: Method,
     ) -> Result<(), CliError> {
         let Some(found) = self.find(weight) else {
-            return Err(CliError::NoStatistics { path: self.path.clone(), weight: weight.into() });
+            let (path, weight) = (self.path.clone(), weight.to_owned());
+            return Err(CliError::NoStatistics { path, weight, made_by: MADE_BY });
         };
         let moments = self.moments(&found, stacked, cols);
         let needs_gram = method.row().needs > Needs::SecondMoments;
@@ -111,7 +116,8 @@ impl StatisticsFile {
         }
         let expected = if needs_gram { "X^T X" } else { "mean squares or X^T X" };
         let what = format!(
-            "{}: `{}`: expected {expected} of {stacked} x {cols} inputs in F32, found {:?} of {}",
+            "{}: `{}`: expected {expected} of {stacked} x {cols} inputs in F32, found {:?} of {}; \
+             write it again with {MADE_BY}",
             self.path.display(),
             found.name,
             found.shape,

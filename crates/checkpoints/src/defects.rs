@@ -5,7 +5,6 @@ use std::fmt;
 
 use burn_fp4_formats::Fp4Format;
 use burn_fp4_policy::Role;
-use serde::Serialize;
 
 use crate::architecture::{Architecture, EMBEDDING};
 use crate::dialect::{self, ReadBy};
@@ -14,25 +13,84 @@ use crate::fp4::Fp4Weight;
 use crate::selection::{self, families};
 use crate::weight::{Model, Value, Weight};
 
-/// A warning about a checkpoint.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+/// A mistake in a checkpoint, or in a plan to write one.
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Trap {
-    /// The weight, unless it is about all of them.
-    pub weight: Option<String>,
-    /// How many other weights it is true of too.
-    pub others: usize,
+pub struct Defect {
+    /// The mistake.
+    pub kind: DefectKind,
+    /// The weights that have it. Empty: it is about the whole checkpoint.
+    pub weights: Vec<String>,
     /// The suspicion, and what follows from it.
     pub what: String,
 }
 
-impl fmt::Display for Trap {
+/// The kind of a [`Defect`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DefectKind {
+    /// All values of a weight are zero.
+    AllZero,
+    /// One value is too large for the block scales of the others.
+    LargeValue,
+    /// A tensor scale may be the reciprocal of what the dialect states.
+    ReciprocalScale,
+    /// All values are far smaller than those of trained networks.
+    TinyValues,
+    /// Blocks have codes and a scale of 0.
+    LostBlocks,
+    /// Block scales are NaN.
+    NanScales,
+    /// Many blocks have the largest block scale.
+    SaturatedBlocks,
+    /// A tensor scale is NaN or infinite.
+    TensorScale,
+    /// The scale of an input is the constant 1.
+    InputScale,
+    /// Layers that engines run as one have different tensor scales.
+    UnlikeScales,
+    /// Layers that engines run as one have different formats.
+    UnlikeFormats,
+    /// An embedding is FP4 where readers do not load it.
+    Embedding,
+    /// Layers that the config counts have no weight.
+    MissingLayers,
+    /// The configs name a quantization, and no weight has one.
+    NoneQuantized,
+}
+
+impl DefectKind {
+    /// Returns the name of the kind, which stays the same from version to version.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AllZero => "all-zero",
+            Self::LargeValue => "large-value",
+            Self::ReciprocalScale => "reciprocal-scale",
+            Self::TinyValues => "tiny-values",
+            Self::LostBlocks => "lost-blocks",
+            Self::NanScales => "nan-scales",
+            Self::SaturatedBlocks => "saturated-blocks",
+            Self::TensorScale => "tensor-scale",
+            Self::InputScale => "input-scale",
+            Self::UnlikeScales => "unlike-scales",
+            Self::UnlikeFormats => "unlike-formats",
+            Self::Embedding => "embedding",
+            Self::MissingLayers => "missing-layers",
+            Self::NoneQuantized => "none-quantized",
+        }
+    }
+}
+
+impl fmt::Display for Defect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (&self.weight, self.others) {
-            (Some(weight), 0) => write!(f, "`{weight}`: {}", self.what),
-            (Some(weight), 1) => write!(f, "`{weight}` and 1 other: {}", self.what),
-            (Some(weight), n) => write!(f, "`{weight}` and {n} others: {}", self.what),
-            (None, _) => f.write_str(&self.what),
+        match &self.weights[..] {
+            [] => f.write_str(&self.what),
+            [weight] => write!(f, "`{weight}`: {}", self.what),
+            [weight, _] => write!(f, "`{weight}` and 1 other: {}", self.what),
+            [weight, others @ ..] => {
+                write!(f, "`{weight}` and {} others: {}", others.len(), self.what)
+            }
         }
     }
 }
@@ -40,27 +98,25 @@ impl fmt::Display for Trap {
 /// No weight of a trained network is larger, and no largest one smaller.
 const PLAUSIBLE: [f32; 2] = [1e-6, 1e4];
 
-/// The traps of a model, given the facts of its FP4 weights, each in the place of the weight.
+/// Finds the defects of a model, given the facts of its FP4 weights, each in the place of the weight.
 ///
 /// ```
-/// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, traps};
+/// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, defects};
 /// use burn_fp4_formats::Fp4Format;
 ///
 /// let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, false);
 /// (fp4.codes, fp4.scales) = (vec![0x22; 8].into(), vec![0].into());
 /// let facts = [Some(fp4.facts())];
 /// let weights = vec![Weight::new("up.weight", 0, Value::Fp4(fp4))];
-/// let found = traps(&Model { weights, ..Model::default() }, &facts);
+/// let found = defects(&Model { weights, ..Model::default() }, &facts);
 /// let text = "`up.weight`: 1 of 1 blocks have scale 0 and other codes: they are lost";
 /// assert_eq!(found[0].to_string(), text);
 /// ```
 #[must_use]
-pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
-    let mut traps = Vec::new();
+pub fn defects(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Defect> {
+    let mut defects = Vec::new();
     for (weight, facts) in model.weights.iter().zip(facts) {
-        let mut add = |what: String| {
-            push(&mut traps, Trap { weight: Some(weight.name.clone()), others: 0, what });
-        };
+        let mut add = |kind, what| push(&mut defects, kind, &weight.name, what);
         let Some(facts) = facts else { continue };
         let scaled = match &weight.value {
             Value::Fp4(fp4) => fp4.format.row().tensor_scale,
@@ -70,26 +126,28 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
         if let Value::Fp4(Fp4Weight { tensor_scale: Some(scale), .. }) = &weight.value
             && let Some(number) = scale.stated().to_vec().into_iter().find(|n| !n.is_finite())
         {
-            add(format!("its tensor scale is {number}: no value of it is right"));
+            let what = format!("its tensor scale is {number}: no value of it is right");
+            add(DefectKind::TensorScale, what);
         }
         let input = weight.input_scale.as_ref().map(|scale| scale.stated().to_vec());
         if input.is_some_and(|input| input.iter().all(|&scale| scale == 1.0)) {
-            add("the scale of its input is the constant 1: inputs beyond 2688 saturate".to_owned());
+            let what = "the scale of its input is the constant 1: inputs beyond 2688 saturate";
+            add(DefectKind::InputScale, what.to_owned());
         }
     }
     let dialect = model.quantization.dialect;
     let scale = |at: usize| Some(facts.get(at)?.as_ref()?.multiplier.to_bits());
-    together(model, scale, dialect, &mut traps);
+    together(model, scale, dialect, &mut defects);
     let is_fp4 = |at: usize| matches!(model.weights[at].value, Value::Fp4(_));
-    traps.extend(packed_embedding(model, dialect, is_fp4));
-    traps.extend(missing_layers(model));
+    defects.extend(packed_embedding(model, dialect, is_fp4));
+    defects.extend(missing_layers(model));
     // GGUF is known by its format, which says nothing of FP4.
     let claimed = !["", "plain", "gguf"].contains(&model.quantization.dialect);
     if claimed && !model.weights.iter().any(Weight::is_quantized) {
         let what = format!("it says that it is quantized ({dialect}), but no weight is");
-        traps.push(Trap { weight: None, others: 0, what });
+        defects.push(Defect { kind: DefectKind::NoneQuantized, weights: Vec::new(), what });
     }
-    traps
+    defects
 }
 
 /// Finds layers that `config.json` counts and no weight is in.
@@ -103,24 +161,24 @@ pub fn traps(model: &Model<'_>, facts: &[Option<Fp4Facts>]) -> Vec<Trap> {
 /// let model = Model { weights, config, ..Model::default() };
 /// let says = "config.json counts 3 layers, and 2 of them have no weight, such as layer 0: files \
 ///             may be missing";
-/// assert_eq!(missing_layers(&model).expect("a trap").to_string(), says);
+/// assert_eq!(missing_layers(&model).expect("a defect").to_string(), says);
 /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
 /// ```
 #[must_use]
-pub fn missing_layers(model: &Model<'_>) -> Option<Trap> {
+pub fn missing_layers(model: &Model<'_>) -> Option<Defect> {
     let (count, missing, first) = selection::missing_layers(model)?;
     let what = format!(
         "config.json counts {count} layers, and {missing} of them have no weight, such as layer \
          {first}: files may be missing"
     );
-    Some(Trap { weight: None, others: 0, what })
+    Some(Defect { kind: DefectKind::MissingLayers, weights: Vec::new(), what })
 }
 
-/// Adds a trap, or counts it with the same one of another weight.
-fn push(traps: &mut Vec<Trap>, trap: Trap) {
-    match traps.iter_mut().find(|known| known.what == trap.what) {
-        Some(known) => known.others += 1,
-        None => traps.push(trap),
+/// Adds a defect of a weight, to the same one of other weights if there is one.
+fn push(defects: &mut Vec<Defect>, kind: DefectKind, weight: &str, what: String) {
+    match defects.iter_mut().find(|known| known.kind == kind && known.what == what) {
+        Some(known) => known.weights.push(weight.to_owned()),
+        None => defects.push(Defect { kind, weights: vec![weight.to_owned()], what }),
     }
 }
 
@@ -129,39 +187,53 @@ const FEW: u64 = 16;
 /// A block scale that is large, and a thousand times the largest subnormal one.
 const LARGE: f32 = 16.0;
 
-/// Finds traps in one weight. `scaled`: its format has a tensor scale.
-fn alone(facts: &Fp4Facts, scaled: bool, add: &mut impl FnMut(String)) {
-    let Fp4Facts { blocks, largest, zero_blocks, small_blocks, .. } = facts;
+/// Finds defects in one weight. `scaled`: its format has a tensor scale.
+fn alone(facts: &Fp4Facts, scaled: bool, add: &mut impl FnMut(DefectKind, String)) {
+    let Fp4Facts { blocks, largest, zero_blocks, small_blocks, multiplier, .. } = facts;
     let [least, most] = PLAUSIBLE;
     // A reciprocal as tensor scale leaves the block scales as they are. Small ones alone have no
     // other cause than small values where there is no tensor scale.
-    let spread = facts.scales[1] >= LARGE * facts.multiplier;
+    let spread = facts.scales[1] >= LARGE * multiplier;
     let hidden = scaled && spread && 2 * (zero_blocks + small_blocks) > *blocks;
-    if hidden && *blocks > FEW && *largest > 0.0 {
-        add(format!(
+    if *blocks > 0 && zero_blocks == blocks {
+        add(DefectKind::AllZero, "all of its values are zero".to_owned());
+    } else if hidden && *blocks > FEW && *largest > 0.0 {
+        let what = format!(
             "{zero_blocks} of {blocks} blocks are zero and {small_blocks} have one of the smallest \
              scales, next to a largest value of {largest:.3e}: unless the source has them, one \
              value is too large for the others; keep the weight dense, or quantize it to MXFP4"
-        ));
-    } else if *largest > most || (*largest > 0.0 && *largest < least) {
-        add(format!(
+        );
+        add(DefectKind::LargeValue, what);
+    } else if scaled && *largest > most {
+        // Tensor scales of trained networks are below 1: their reciprocals make values large.
+        let what = format!(
             "its largest value is {largest:.3e}: its tensor scale may be the reciprocal of what \
              the dialect states"
-        ));
+        );
+        add(DefectKind::ReciprocalScale, what);
+    } else if *largest > most {
+        let what = format!("its largest value is {largest:.3e}: no trained weight is as large");
+        add(DefectKind::LargeValue, what);
+    } else if *largest > 0.0 && *largest < least {
+        let what = format!("its largest value is {largest:.3e}: no trained weight is as small");
+        add(DefectKind::TinyValues, what);
     }
     if facts.lost_blocks > 0 {
         let lost = facts.lost_blocks;
-        add(format!("{lost} of {blocks} blocks have scale 0 and other codes: they are lost"));
+        let what = format!("{lost} of {blocks} blocks have scale 0 and other codes: they are lost");
+        add(DefectKind::LostBlocks, what);
     }
     if facts.nan_blocks > 0 {
-        add(format!("{} of {blocks} blocks have a NaN for their scale", facts.nan_blocks));
+        let what = format!("{} of {blocks} blocks have a NaN for their scale", facts.nan_blocks);
+        add(DefectKind::NanScales, what);
     }
     if facts.saturated_blocks * 4 > *blocks && *blocks > FEW {
         let saturated = facts.saturated_blocks;
-        add(format!(
+        let what = format!(
             "{saturated} of {blocks} blocks have the largest scale: its tensor scale may be too \
              small"
-        ));
+        );
+        add(DefectKind::SaturatedBlocks, what);
     }
 }
 
@@ -198,12 +270,12 @@ pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
     families(model).iter().filter_map(unlike).collect()
 }
 
-/// Finds traps of a plan before a byte is written: layers that the readers of a dialect run as one
+/// Finds defects of a plan before a byte is written: layers that the readers of a dialect run as one
 /// and that have other formats or tensor scales, and embeddings. `groups` are the weights that
 /// share a tensor scale, by their places in the outline.
 ///
 /// ```
-/// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, planned_traps};
+/// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, planned_defects};
 /// use burn_fp4_formats::Fp4Format;
 ///
 /// let weights = ["mlp.gate_proj", "mlp.up_proj"].map(|name| {
@@ -211,16 +283,16 @@ pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
 ///     Weight::new(format!("{name}.weight"), 0, Value::Fp4(fp4))
 /// });
 /// let outline = Model { weights: weights.into(), ..Model::default() };
-/// assert!(planned_traps(&outline, &[vec![0, 1]], "modelopt").is_empty());
-/// let apart = planned_traps(&outline, &[vec![0], vec![1]], "modelopt");
+/// assert!(planned_defects(&outline, &[vec![0, 1]], "modelopt").is_empty());
+/// let apart = planned_defects(&outline, &[vec![0], vec![1]], "modelopt");
 /// let text = "`mlp.gate_proj.weight`: `up_proj` has another tensor scale: engines that run both \
 ///             as one (vLLM, SGLang, TensorRT-LLM) scale one of them again, which changes its \
 ///             values";
 /// assert_eq!(apart[0].to_string(), text);
 /// ```
 #[must_use]
-pub fn planned_traps(outline: &Model<'_>, groups: &[Vec<usize>], dialect: &str) -> Vec<Trap> {
-    let mut traps = Vec::new();
+pub fn planned_defects(outline: &Model<'_>, groups: &[Vec<usize>], dialect: &str) -> Vec<Defect> {
+    let mut defects = Vec::new();
     let fp4 = |at: usize| match &outline.weights[at].value {
         Value::Fp4(fp4) => Some(fp4),
         Value::Plain(_) | Value::Fp8(_) => None,
@@ -231,9 +303,9 @@ pub fn planned_traps(outline: &Model<'_>, groups: &[Vec<usize>], dialect: &str) 
     }
     let scale =
         |at: usize| group_of[at].filter(|_| fp4(at).is_some_and(|fp4| fp4.tensor_scale.is_some()));
-    together(outline, scale, dialect, &mut traps);
-    traps.extend(packed_embedding(outline, dialect, |at| fp4(at).is_some()));
-    traps
+    together(outline, scale, dialect, &mut defects);
+    defects.extend(packed_embedding(outline, dialect, |at| fp4(at).is_some()));
+    defects
 }
 
 /// Finds embeddings that are FP4 where readers of the dialect have FP4 for linear layers alone.
@@ -243,7 +315,7 @@ pub fn packed_embedding(
     model: &Model<'_>,
     dialect: &str,
     is_fp4: impl Fn(usize) -> bool,
-) -> Option<Trap> {
+) -> Option<Defect> {
     let (_, writer) = dialect::writer(dialect).ok().filter(|(_, writer)| writer.fuses())?;
     let roles = Architecture::of(model).roles().ok()?;
     let is_embedding = |weight: &Weight<'_>| {
@@ -261,7 +333,9 @@ pub fn packed_embedding(
          they do not load it; keep it dense",
         in_brackets(writer.readers(format).iter())
     );
-    Some(Trap { weight: Some(first.name.clone()), others: found.count(), what })
+    let names = std::iter::once(first).chain(found.map(|(_, weight)| weight));
+    let weights = names.map(|weight| weight.name.clone()).collect();
+    Some(Defect { kind: DefectKind::Embedding, weights, what })
 }
 
 /// Names programs behind a word. Empty: there are none.
@@ -270,13 +344,13 @@ fn in_brackets<'r>(readers: impl Iterator<Item = &'r ReadBy>) -> String {
     if names.is_empty() { String::new() } else { format!(" ({})", names.join(", ")) }
 }
 
-/// Finds traps in weights that readers of a dialect run as one. `scale` is equal for weights that
+/// Finds defects of weights that readers of a dialect run as one. `scale` is equal for weights that
 /// have the same tensor scale.
 fn together(
     model: &Model<'_>,
     scale: impl Fn(usize) -> Option<u32>,
     dialect: &str,
-    traps: &mut Vec<Trap>,
+    defects: &mut Vec<Defect>,
 ) {
     // The readers of a dialect that is only read are unknown.
     let written = dialect::writer(dialect).map(|(_, writer)| writer);
@@ -291,9 +365,13 @@ fn together(
         let first = members[0];
         let of_another_kind = members.iter().find(|&&at| kind(at) != kind(first));
         let of_another_scale = members.iter().find(|&&at| scale(at) != scale(first));
-        let (other, has, then) = match (of_another_kind, of_another_scale) {
-            (Some(other), _) => (*other, "is quantized otherwise", "need one format"),
+        let (kind_of, other, has, then) = match (of_another_kind, of_another_scale) {
+            (Some(other), _) => {
+                let kind = DefectKind::UnlikeFormats;
+                (kind, *other, "is quantized otherwise", "need one format")
+            }
             (None, Some(other)) => (
+                DefectKind::UnlikeScales,
                 *other,
                 "has another tensor scale",
                 "scale one of them again, which changes its values",
@@ -304,18 +382,18 @@ fn together(
         let readers = written.as_ref().ok().zip(format);
         let readers = readers.map_or(&[][..], |(writer, format)| writer.readers(format));
         let engines = in_brackets(readers.iter().filter(|reader| reader.program.row().fuses));
-        let other = beside(&model.weights[other].name, &model.weights[first].name);
+        let other = within(&model.weights[other].name, &model.weights[first].name);
         let what = format!("`{other}` {has}: engines that run both as one{engines} {then}");
-        push(traps, Trap { weight: Some(model.weights[first].name.clone()), others: 0, what });
+        push(defects, kind_of, &model.weights[first].name, what);
     }
 }
 
 /// Returns the name of a module in the words in which it differs from that of a neighbor.
-fn beside<'n>(name: &'n str, neighbor: &str) -> &'n str {
+fn within<'n>(name: &'n str, neighbor: &str) -> &'n str {
     let module = name.strip_suffix(".weight").unwrap_or(name);
     let parent = neighbor.strip_suffix(".weight").unwrap_or(neighbor).rsplit_once('.');
-    let within = |(parent, _): (&str, &str)| module.strip_prefix(parent)?.strip_prefix('.');
-    parent.and_then(within).unwrap_or(module)
+    let after = |(parent, _): (&str, &str)| module.strip_prefix(parent)?.strip_prefix('.');
+    parent.and_then(after).unwrap_or(module)
 }
 
 #[cfg(test)]
@@ -348,33 +426,33 @@ mod tests {
         (Model { weights, ..Model::default() }, facts)
     }
 
-    fn texts(traps: &[Trap]) -> Vec<String> {
-        traps.iter().map(Trap::to_string).collect()
+    fn texts(defects: &[Defect]) -> Vec<String> {
+        defects.iter().map(Defect::to_string).collect()
     }
 
     #[test]
     fn the_layer_that_differs_is_named() {
         let (q, k) = (fp4("q_proj.weight", &[0.5]), fp4("k_proj.weight", &[0.5]));
         let (model, facts) = model(vec![q.clone(), k.clone(), dense("v_proj.weight")]);
-        let found = texts(&traps(&model, &facts));
+        let found = texts(&defects(&model, &facts));
         assert_eq!(found.len(), 1);
         assert!(found[0].starts_with("`q_proj.weight`: `v_proj` is quantized"), "{found:?}");
 
         let (model, facts) = self::model(vec![q, k, fp4("v_proj.weight", &[0.25])]);
-        let found = texts(&traps(&model, &facts));
+        let found = texts(&defects(&model, &facts));
         assert_eq!(found.len(), 1);
         assert!(found[0].starts_with("`q_proj.weight`: `v_proj` has another"), "{found:?}");
-        assert!(traps(&model, &[]).is_empty(), "without facts nothing is known");
+        assert!(defects(&model, &[]).is_empty(), "without facts nothing is known");
     }
 
     #[test]
-    fn layers_of_a_repeated_pattern_are_one_trap() {
+    fn layers_of_a_repeated_pattern_are_one_defect() {
         let pairs = (0..3).flat_map(|layer| {
             [("gate_proj", 0.5), ("up_proj", 0.25)]
                 .map(|(name, scale)| fp4(&format!("layers.{layer}.mlp.{name}.weight"), &[scale]))
         });
         let (model, facts) = model(pairs.collect());
-        let found = texts(&traps(&model, &facts));
+        let found = texts(&defects(&model, &facts));
         assert_eq!(found.len(), 1);
         let says = "`layers.0.mlp.gate_proj.weight` and 2 others: `up_proj` has another tensor";
         assert!(found[0].starts_with(says), "{found:?}");
@@ -396,12 +474,12 @@ mod tests {
             (outlier(0, 0, 372.0), "31 of 32 blocks are zero and 0 have one of the smallest"),
             (outlier(7, 1, 372.0), "0 of 32 blocks are zero and 31 have one of the smallest"),
             (outlier(7, 0x50, 372.0), "tensor scale may be the reciprocal"),
-            (outlier(7, 0x50, 1e-12), "tensor scale may be the reciprocal"),
+            (outlier(7, 0x50, 1e-12), "no trained weight is as small"),
             // Not larger than a weight of a trained network is.
             (outlier(0, 0, 1e-4), "31 of 32 blocks are zero"),
         ] {
             let (model, facts) = model(vec![weight]);
-            let found = texts(&traps(&model, &facts));
+            let found = texts(&defects(&model, &facts));
             assert!(found.len() == 1 && found[0].contains(says), "{found:?}");
         }
         // The second is a weight of small values, in a dialect without tensor scales.
@@ -411,17 +489,17 @@ mod tests {
         }
         for weight in [outlier(7, 0x50, 1e-4), small] {
             let (model, facts) = model(vec![weight]);
-            assert_eq!(traps(&model, &facts), []);
+            assert_eq!(defects(&model, &facts), []);
         }
     }
 
     #[test]
-    fn an_embedding_is_a_trap_where_readers_have_fp4_for_linear_layers_alone() {
+    fn an_embedding_is_a_defect_where_readers_have_fp4_for_linear_layers_alone() {
         let names = ["model.embed_tokens.weight", "transformer.wpe.weight", "o_proj.weight"];
         let model =
             Model { weights: names.map(|name| fp4(name, &[0.5])).into(), ..Model::default() };
         let groups = [vec![0], vec![1], vec![2]];
-        let of = |dialect: &str| texts(&planned_traps(&model, &groups, dialect));
+        let of = |dialect: &str| texts(&planned_defects(&model, &groups, dialect));
         let says = "`model.embed_tokens.weight` and 1 other: an embedding by its name, and readers \
                     of `compressed-tensors` (vLLM, SGLang, transformers) have FP4 for linear";
         let found = of("compressed-tensors");
@@ -438,7 +516,7 @@ mod tests {
                 fp4.tensor_scale = Some(TensorScale::Divisor(Numbers::new(&[number])));
             }
             let (model, facts) = model(vec![weight]);
-            let found = texts(&traps(&model, &facts)).join("; ");
+            let found = texts(&defects(&model, &facts)).join("; ");
             let says = format!("`o_proj.weight`: its tensor scale is {number}: no value");
             assert!(found.contains(&says), "{found}");
         }

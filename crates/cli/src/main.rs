@@ -119,12 +119,14 @@ fn with_tip(mut error: clap::Error) -> clap::Error {
 fn refuse(error: &clap::Error) -> ! {
     let text = error.render().ansi().to_string();
     let text = table::wrapped(text.trim_end(), table::width());
-    let printed = match error.use_stderr() {
-        true => Ok(print::say(text)),
-        false => print::print(&text),
-    };
-    let failed = printed.err().inspect(|error| print::fail(error));
-    std::process::exit(failed.map_or(error.exit_code(), |error| error.exit_code().into()))
+    let mut code = error.exit_code();
+    if error.use_stderr() {
+        print::say(text);
+    } else if let Err(error) = print::print(&text) {
+        print::fail(&error);
+        code = error.exit_code().into();
+    }
+    std::process::exit(code)
 }
 
 fn main() -> ExitCode {

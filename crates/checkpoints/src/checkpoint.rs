@@ -71,7 +71,7 @@ impl Checkpoint {
         self.dialect.name()
     }
 
-    /// How that is known.
+    /// The source of the dialect.
     pub fn known_by(&self) -> KnownBy {
         self.known_by
     }

@@ -98,7 +98,8 @@ impl fmt::Display for Defect {
 /// No weight of a trained network is larger, and no largest one smaller.
 const PLAUSIBLE: [f32; 2] = [1e-6, 1e4];
 
-/// Finds the defects of a model, given the facts of its FP4 weights, each in the place of the weight.
+/// Finds the defects of a model, given the facts of its FP4 weights, each in the place of the
+/// weight.
 ///
 /// ```
 /// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, defects};
@@ -270,8 +271,8 @@ pub fn unlike_scales(model: &Model<'_>) -> Vec<[usize; 2]> {
     families(model).iter().filter_map(unlike).collect()
 }
 
-/// Finds defects of a plan before a byte is written: layers that the readers of a dialect run as one
-/// and that have other formats or tensor scales, and embeddings. `groups` are the weights that
+/// Finds defects of a plan before a byte is written: layers that the readers of a dialect run as
+/// one and that have other formats or tensor scales, and embeddings. `groups` are the weights that
 /// share a tensor scale, by their places in the outline.
 ///
 /// ```

@@ -109,7 +109,7 @@ pub enum CheckpointError {
         source: Box<PolicyError>,
     },
     /// Something is wrong with one tensor.
-    #[error("{}tensor `{tensor}`: {problem}", in_file(.file))]
+    #[error("{}", of_tensor(.file, .tensor, &.problem.to_string()))]
     Tensor {
         /// The file (shard) of the tensor; empty for one that was made in memory.
         file: PathBuf,
@@ -214,7 +214,7 @@ pub enum CheckpointError {
     Unfinished {
         /// The folder with what there is of it.
         path: PathBuf,
-        /// How many weights are done.
+        /// Weights that are done.
         done: usize,
     },
     /// The partial result of an earlier run was made from something else.
@@ -251,10 +251,7 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// There is less space than will be written.
-    #[error(
-        "{}: {needed} bytes are needed, but {free} are free; free some, or write elsewhere",
-        .path.display()
-    )]
+    #[error("{}", no_space(.path, &format!("{needed} bytes"), &.free.to_string()))]
     NoSpace {
         /// The folder in which they would be.
         path: PathBuf,
@@ -279,9 +276,9 @@ pub enum CheckpointError {
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No weight would be quantized.
-    #[error("none of {} would be quantized: {reasons}; {remedy}", counted(*.tensors))]
+    #[error("{}", nothing_selected(*.tensors, .reasons, &.remedy.to_string()))]
     NothingSelected {
-        /// How many there are.
+        /// Tensors of the model.
         tensors: usize,
         /// Why they are not: every reason with the first weight that has it, the closest to being
         /// quantized first.
@@ -306,27 +303,44 @@ pub enum CheckpointError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remedy {
     before: String,
-    /// The list of the weights to quantize, as printed, if the remedy names it.
-    pub only: Option<&'static str>,
+    /// True if the remedy names the list of the weights to quantize, between the two texts.
+    names_only: bool,
     behind: String,
+}
+
+/// Words for choices of a user in the text of an error, such as the options of a command.
+#[expect(missing_debug_implementations, reason = "it has functions")]
+pub struct ErrorWords<'w> {
+    /// The remedy that keeps a weight of this name.
+    pub keep: &'w dyn Fn(&str) -> String,
+    /// The name of the list of the weights to quantize.
+    pub only: &'w str,
+    /// A number of bytes.
+    pub bytes: &'w dyn Fn(u64) -> String,
 }
 
 impl Remedy {
     /// Makes a remedy that names weights with `only`, between these words.
     pub(crate) fn with_only(before: impl Into<String>, behind: impl Into<String>) -> Self {
-        Self { before: before.into(), only: Some("`only`"), behind: behind.into() }
+        Self { before: before.into(), names_only: true, behind: behind.into() }
+    }
+
+    /// Describes the remedy with another name for the list of the weights to quantize.
+    fn described(&self, only: &str) -> String {
+        let only = if self.names_only { only } else { "" };
+        format!("{}{only}{}", self.before, self.behind)
     }
 }
 
 impl From<String> for Remedy {
     fn from(before: String) -> Self {
-        Self { before, only: None, behind: String::new() }
+        Self { before, names_only: false, behind: String::new() }
     }
 }
 
 impl fmt::Display for Remedy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{}{}", self.before, self.only.unwrap_or_default(), self.behind)
+        f.write_str(&self.described("`only`"))
     }
 }
 
@@ -457,7 +471,7 @@ pub enum TensorProblem {
          name another dialect, or download the model again"
     )]
     Alone {
-        /// How its name ends.
+        /// The end of its name.
         part: String,
     },
     /// It is FP8, and another tensor may have its scales, which the dialect does not read.
@@ -504,8 +518,7 @@ fn no_reciprocal(what: &str, found: f32, keep: &str) -> String {
 impl TensorProblem {
     /// Describes the problem as it is printed, with other words for keeping the weight, such as an
     /// option of a command.
-    #[must_use]
-    pub fn described(&self, keep: &str) -> String {
+    fn described(&self, keep: &str) -> String {
         match self {
             Self::Beyond { found, dtype } => beyond(*found, *dtype, keep),
             Self::NoReciprocal { what, found } => no_reciprocal(what, *found, keep),
@@ -526,19 +539,28 @@ fn counted(tensors: usize) -> String {
     format!("{tensors} tensor{}", if tensors == 1 { "" } else { "s" })
 }
 
-/// The file of a tensor, if it is in one.
-fn in_file(file: &Path) -> String {
+/// The text of an error about a tensor, behind its file if it is in one.
+fn of_tensor(file: &Path, tensor: &str, problem: &str) -> String {
     match file.as_os_str().is_empty() {
-        true => String::new(),
-        false => format!("{}: ", file.display()),
+        true => format!("tensor `{tensor}`: {problem}"),
+        false => format!("{}: tensor `{tensor}`: {problem}", file.display()),
     }
 }
 
-/// The advice to put the config of a model beside a file of it.
+fn no_space(path: &Path, needed: &str, free: &str) -> String {
+    let path = path.display();
+    format!("{path}: {needed} are needed, but {free} are free; free some, or write elsewhere")
+}
+
+fn nothing_selected(tensors: usize, reasons: &str, remedy: &str) -> String {
+    format!("none of {} would be quantized: {reasons}; {remedy}", counted(tensors))
+}
+
+/// The advice to put the config of a model next to a file of it.
 fn folder_of(path: &Path) -> &'static str {
     match path.extension() {
         Some(end) if end.eq_ignore_ascii_case("safetensors") => {
-            "put the config.json of its model beside it, or "
+            "put the config.json of its model next to it, or "
         }
         _ => "",
     }
@@ -581,6 +603,23 @@ impl CheckpointError {
     pub(crate) const ANOTHER: &str = "use another model";
     /// The remedy for a feature that is refused.
     pub(crate) const WITHOUT: &str = "use a model without it";
+
+    /// Describes the error as it is printed, with other words for choices of a user.
+    #[must_use]
+    pub fn described(&self, words: &ErrorWords<'_>) -> String {
+        match self {
+            Self::Tensor { file, tensor, problem } => {
+                of_tensor(file, tensor, &problem.described(&(words.keep)(tensor)))
+            }
+            Self::NoSpace { path, needed, free } => {
+                no_space(path, &(words.bytes)(*needed), &(words.bytes)(*free))
+            }
+            Self::NothingSelected { tensors, reasons, remedy } => {
+                nothing_selected(*tensors, reasons, &remedy.described(words.only))
+            }
+            other => other.to_string(),
+        }
+    }
 
     /// An error of the file system, of `path`.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self {

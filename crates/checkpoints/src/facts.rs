@@ -26,7 +26,7 @@ pub struct Fp4Facts {
     pub scales: [f32; 2],
     /// The largest magnitude of a value.
     pub largest: f32,
-    /// How often each code stands there.
+    /// The count of each code.
     pub codes: [u64; 16],
     /// The multiplier of the first matrix.
     pub multiplier: f32,

@@ -70,7 +70,7 @@ impl<'a> Numbers<'a> {
         read(&self.0).map(|bytes| Numbers(bytes.into()))
     }
 
-    /// How many there are.
+    /// Number of them.
     pub fn len(&self) -> usize {
         self.0.len() / 4
     }

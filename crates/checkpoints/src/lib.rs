@@ -100,7 +100,7 @@ pub use defects::{
 };
 pub use dialect::{DIALECTS, Dialect, KnownBy};
 pub use dtype::{DataType, Dtype, GgmlRow};
-pub use error::{CheckpointError, Remedy, TensorProblem};
+pub use error::{CheckpointError, ErrorWords, Remedy, TensorProblem};
 pub use facts::Fp4Facts;
 pub use fp4::{Fp4Weight, Numbers, Order, TensorScale};
 pub use fp8::{Fp8Weight, Granularity};

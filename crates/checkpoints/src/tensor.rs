@@ -84,7 +84,7 @@ impl<'a> Tensor<'a> {
         self.plain().is_some_and(|dtype| dtypes.contains(&dtype))
     }
 
-    /// How many numbers it has.
+    /// Number of its values.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
@@ -259,7 +259,7 @@ pub enum Data<'w> {
 }
 
 impl fmt::Debug for Data<'_> {
-    /// How many bytes there are; what is made is not known yet.
+    /// Number of bytes; what is made is not known yet.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Bytes(bytes) => f.debug_tuple("Bytes").field(&bytes.len()).finish(),

@@ -74,7 +74,7 @@ pub struct Quantization {
     pub dialect: &'static str,
     /// The modules that are not quantized.
     pub ignore: Vec<Pattern>,
-    /// How the cache of keys and values is quantized, in the source's words.
+    /// The quantization of the cache of keys and values, in the source's words.
     pub kv_cache: Option<serde_json::Value>,
     /// The producer.
     pub producer: Option<serde_json::Value>,
@@ -108,7 +108,7 @@ impl Weight<'_> {
         }
     }
 
-    /// How many numbers it has.
+    /// Number of its values.
     pub fn len(&self) -> usize {
         self.shape().iter().product()
     }

@@ -108,8 +108,8 @@ const CAST_WARNED: f64 = 1.0;
 /// trained models have none: their largest value is not half a million times that of a block.
 const ZEROED_WARNED: f64 = 1.0;
 
-/// The factor by which the mean error of blocks is beyond that of the weight where a few large values
-/// hide the others. In a usual weight both are about the same.
+/// The factor by which the mean error of blocks is beyond that of the weight where a few large
+/// values hide the others. In a usual weight both are about the same.
 const HIDDEN: f64 = 1.5;
 /// Percent above which the mean error of blocks is more than NVFP4, or MXFP4, leaves of usual ones.
 const USUAL: [f64; 2] = [12.0, 15.0];
@@ -254,8 +254,8 @@ impl Errors {
                         false => "far beyond its own".to_owned(),
                     };
                     format!(
-                        "it shares its tensor scale with `{other}`, whose largest value is {times}; \
-                         set `together = false` in a recipe, or pass --keep '{other}'"
+                        "it shares its tensor scale with `{other}`, whose largest value is \
+                         {times}; set `together = false` in a recipe, or pass --keep '{other}'"
                     )
                 }
                 None => format!("pass --keep '{name}' to keep it{format}"),

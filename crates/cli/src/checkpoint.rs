@@ -196,7 +196,7 @@ pub(crate) fn open(
         remarks.note(format!("{path}: read as {dialect}, by the names of its tensors"));
     }
     if path.is_file() && checkpoint.container().config().is_some() {
-        remarks.note(format!("{}: read with the {CONFIG} beside it", path.display()));
+        remarks.note(format!("{}: read with the {CONFIG} next to it", path.display()));
     }
     Ok(checkpoint)
 }

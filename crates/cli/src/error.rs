@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
-use burn_fp4_checkpoints::{CheckpointError, TensorProblem};
+use burn_fp4_checkpoints::{CheckpointError, ErrorWords, TensorProblem};
 use burn_fp4_policy::{PolicyError, RecipeError};
 use burn_fp4_search::SearchError;
 
@@ -194,9 +194,9 @@ pub(crate) enum CliError {
     /// Some methods failed on some weights; everything else was evaluated and printed.
     #[error("{failed} of {} failed: {errors}", counted(*.of, "evaluation"))]
     Failed {
-        /// How many.
+        /// Their number.
         failed: usize,
-        /// How many were asked for.
+        /// The number that was asked for.
         of: usize,
         /// Each error once, with its methods.
         errors: String,
@@ -211,7 +211,7 @@ pub(crate) enum CliError {
     NothingToDraw {
         /// The file.
         path: PathBuf,
-        /// How many evaluations there are.
+        /// Number of evaluations.
         of: usize,
     },
 }
@@ -248,29 +248,11 @@ fn remedy(error: &CheckpointError) -> &'static str {
 
 /// Describes an error of the library, with options and sizes as the command line has them.
 fn described(error: &CheckpointError) -> String {
-    match error {
-        CheckpointError::Tensor { file, tensor, problem } => {
-            let file = match file.as_os_str().is_empty() {
-                true => String::new(),
-                false => format!("{}: ", file.display()),
-            };
-            let problem = problem.described(&format!("pass --keep '{tensor}'"));
-            format!("{file}tensor `{tensor}`: {problem}")
-        }
-        CheckpointError::NothingSelected { tensors, reasons, remedy } => {
-            let mut remedy = remedy.clone();
-            remedy.only = remedy.only.map(|_| "--only");
-            let (tensors, reasons) = (*tensors, reasons.clone());
-            CheckpointError::NothingSelected { tensors, reasons, remedy }.to_string()
-        }
-        CheckpointError::NoSpace { path, needed, free } => format!(
-            "{}: {} are needed, but {} are free; free some, or write elsewhere",
-            path.display(),
-            Size(*needed),
-            Size(*free)
-        ),
-        _ => error.to_string(),
-    }
+    error.described(&ErrorWords {
+        keep: &|name| format!("pass --keep '{name}'"),
+        only: "--only",
+        bytes: &|bytes| Size(bytes).to_string(),
+    })
 }
 
 impl CliError {

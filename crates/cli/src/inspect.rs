@@ -98,7 +98,7 @@ struct Totals {
     formats: Vec<FormatTotals>,
 }
 
-/// How a format is counted: quantized ones first.
+/// The group in which a format is counted, quantized ones first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 enum Group {
     Quantized,
@@ -174,7 +174,7 @@ const PIECE: usize = 1 << 20;
 /// The values of a weight that is not quantized.
 #[derive(Default)]
 struct Values {
-    /// Those that are NaN or infinite.
+    /// Number of those that are NaN or infinite.
     not_finite: u64,
     /// True if there are some, and all of them are zero.
     all_zero: bool,

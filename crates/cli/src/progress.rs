@@ -1,4 +1,4 @@
-//! How far long work is, on a terminal or in lines.
+//! The progress of long work, on a terminal or in lines.
 
 use std::fmt::Write;
 use std::thread;

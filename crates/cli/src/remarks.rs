@@ -65,8 +65,8 @@ const KINDS: [(&str, &str); 33] = [
 /// The part of `--help` about warnings in JSON.
 pub(crate) fn help() -> String {
     let rows = KINDS.map(|(kind, what)| (kind, what.to_owned()));
-    let head = "In --json, `warnings` has all warnings that are printed. Each has the `weights` that \
-                it is about (none: the whole), its `text`, and a `kind`, whose name stays the same \
+    let head = "In --json, `warnings` has all warnings that are printed. Each has the `weights` \
+                that it is about (none: the whole), its `text`, and a `kind`, whose name stays the same \
                 from version to version. Numbers that JSON does not have are the texts \"inf\", \
                 \"-inf\" and \"nan\". The kinds";
     listed(head, &rows)
@@ -81,7 +81,7 @@ pub(crate) struct Remarks {
     printed: Printed,
 }
 
-/// How many warnings and notes are printed, or left out of what is printed.
+/// Numbers of warnings and notes that are printed, or left out of what is printed.
 #[derive(Debug, Default)]
 struct Printed {
     warnings: usize,

@@ -31,7 +31,7 @@ pub(crate) struct Order<'o> {
 /// A line below the header, and nothing else: names are long, and borders take their place.
 const STYLE: TableStyle =
     TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
-/// The least characters of a line of a broken text, and of a name beside columns that can go.
+/// The least characters of a line of a broken text, and of a name next to columns that can go.
 const NARROWEST: usize = 16;
 /// The least characters of a name.
 const SHORTEST: usize = 10;

@@ -199,8 +199,8 @@ fn weights_that_lose_much_are_warned_of_with_what_to_do() {
     model::write(&folder.path().join("model.safetensors"), &weights.map(tensor));
     let (code, said, warned) = run(folder.path(), "quantize model.safetensors --out out");
     assert_eq!(code, 0, "{warned}");
-    let says = "warning: `layers.0.mlp.up_proj.weight`: its error is 100.00 %; it shares its tensor \
-                scale with `layers.0.mlp.gate_proj.weight`, whose largest value is far beyond its \
+    let says = "warning: `layers.0.mlp.up_proj.weight`: its error is 100.00 %; it shares its \
+                tensor scale with `layers.0.mlp.gate_proj.weight`, whose largest value is far beyond its \
                 own; set `together = false` in a recipe, or pass --keep \
                 'layers.0.mlp.gate_proj.weight'";
     assert_eq!(warned.trim_end().lines().last(), Some(says));
@@ -1402,13 +1402,16 @@ fn the_command_line_adds_to_what_a_recipe_keeps_and_says_what_it_replaces() {
 }
 
 #[test]
-fn a_file_of_a_folder_is_read_with_the_config_beside_it() {
+fn a_file_of_a_folder_is_read_with_the_config_next_to_it() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     let file = "model/model-00001-of-00002.safetensors";
     let (code, _, said) = run(folder.path(), &format!("quantize {file} --out out"));
     assert_eq!(code, 0, "{said}");
-    assert!(said.contains(&format!("note: {file}: read with the config.json beside it")), "{said}");
+    assert!(
+        said.contains(&format!("note: {file}: read with the config.json next to it")),
+        "{said}"
+    );
     assert!(!said.contains("the architecture is not known"), "{said}");
     let config = fs::read_to_string(folder.path().join("out/config.json")).expect("a config");
     assert!(config.contains("\"model_type\": \"llama\""), "{config}");

@@ -128,7 +128,7 @@ pub enum PolicyError {
         list: &'static str,
         /// The pattern.
         pattern: String,
-        /// How many tensors there are.
+        /// Number of tensors.
         tensors: usize,
         /// The name of the first.
         first: String,

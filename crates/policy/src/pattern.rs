@@ -61,7 +61,7 @@ pub enum Pattern {
     Within(String),
 }
 
-/// How a producer writes patterns.
+/// The syntax in which a producer writes patterns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Syntax {
     /// Exact names, prefix stars and globs: ModelOpt.

@@ -47,7 +47,7 @@ pub enum Reason {
     /// Blocks, or the records of the dialect, do not divide its columns.
     #[error("{} not a multiple of {of}", columns(*.cols))]
     Columns {
-        /// How many there are.
+        /// Number of columns.
         cols: usize,
         /// A number that would divide them.
         of: usize,

@@ -74,7 +74,8 @@ pub struct Recipe {
     /// format and tensor scale, or stay dense, together. By default true if such engines read the
     /// dialect.
     pub together: Option<bool>,
-    /// A file with statistics of the inputs of layers.
+    /// A file with statistics of the inputs of layers. `fp4` takes a relative path from the folder
+    /// of the recipe; [`Recipe::read`] returns it as written.
     pub calibration: Option<PathBuf>,
     /// Choices for some of the weights that a preset or [`only`](Self::only) selects. If several
     /// entries match a weight, the last one wins.

@@ -5,7 +5,7 @@
 //! classes of transformers by `tests/interop/architectures.py`, which makes a small model of every
 //! `model_type` here.
 
-/// How transformers 5 loads FP4 weights of compressed-tensors into an architecture, as
+/// The way in which transformers 5 loads FP4 weights of compressed-tensors into an architecture, as
 /// `tests/interop/architectures.py` has seen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransformersLoad {

@@ -27,9 +27,9 @@ use crate::tensor::Tensor;
 pub const CONFIG: &str = "config.json";
 pub(crate) const QUANT_CONFIG: &str = "hf_quant_config.json";
 
-/// How names of PyTorch's pickles end. To load one can run code: none is read.
+/// Ends of the names of PyTorch's pickles. To load one can run code: none is read.
 const PICKLES: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
-/// How the names of indexes end, such as `pytorch_model.bin.index.json`.
+/// End of the names of indexes, such as `pytorch_model.bin.index.json`.
 const INDEX_END: &str = ".index.json";
 /// Pickles in a model's folder without weights: files that a trainer leaves.
 const TRAINER: [&str; 5] = ["training_args", "optimizer", "scheduler", "scaler", "rng_state"];
@@ -83,7 +83,7 @@ impl Container {
     /// Opens a safetensors or GGUF file, or a folder with `model.safetensors`, with
     /// `model.safetensors.index.json`, or with any safetensors files, all of which belong to it.
     ///
-    /// Configs beside a safetensors file are read, as those of a folder are: they name the
+    /// Configs next to a safetensors file are read, as those of a folder are: they name the
     /// architecture and the dialect. Its other files are only found if the folder is opened.
     ///
     /// The files must not change while they are open: they are mapped, not copied.
@@ -251,7 +251,7 @@ impl Container {
         &self.root
     }
 
-    /// How many tensors there are.
+    /// Number of tensors.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
@@ -363,12 +363,12 @@ impl Container {
         }
     }
 
-    /// `config.json` of the folder, or beside a file.
+    /// `config.json` of the folder, or next to a file.
     pub fn config(&self) -> Option<&serde_json::Value> {
         self.config.as_ref()
     }
 
-    /// `hf_quant_config.json` of the folder, or beside a file.
+    /// `hf_quant_config.json` of the folder, or next to a file.
     pub fn quant_config(&self) -> Option<&serde_json::Value> {
         self.quant_config.as_ref()
     }

@@ -347,7 +347,7 @@ fn fp8_tensors<'w>(module: &str, fp8: &'w Fp8Weight<'_>) -> Vec<NewTensor<'w>> {
     vec![NewTensor::copy(format!("{module}.weight"), &fp8.values), scales]
 }
 
-/// How numbers are quantized (`quant_args.py`).
+/// The quantization of numbers (`quant_args.py`).
 fn args(bits: u64, strategy: &str, dynamic: serde_json::Value) -> serde_json::Value {
     json!({
         "num_bits": bits,

@@ -71,7 +71,7 @@ pub fn named(name: &str) -> Result<&'static dyn Dialect, CheckpointError> {
         .ok_or_else(|| CheckpointError::UnknownDialect { name: name.to_owned(), dialects: names() })
 }
 
-/// How the dialect of a checkpoint is known.
+/// The source of the dialect of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KnownBy {

@@ -360,7 +360,7 @@ fn algorithm(scheme: Scheme) -> (&'static str, Option<usize>) {
     }
 }
 
-/// How numbers are quantized, in the words of `config.json`.
+/// The quantization of numbers, in the words of `config.json`.
 fn floats(bits: u64, group_size: Option<usize>) -> serde_json::Value {
     let mut spec = json!({"dynamic": false, "num_bits": bits, "type": "float"});
     if let Some(size) = group_size {

@@ -18,7 +18,7 @@ pub(super) struct Plain {
     pub(super) dialects: fn() -> Vec<&'static str>,
 }
 
-/// How it is written.
+/// The writer.
 struct Writer;
 
 const NAME: &str = "plain";

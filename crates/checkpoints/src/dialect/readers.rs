@@ -59,7 +59,7 @@ impl Program {
     }
 }
 
-/// How it is known that a program reads a format in a dialect.
+/// The evidence that a program reads a format in a dialect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Known {
     /// `tests/interop/readers.py` runs a model that was written here.
@@ -74,7 +74,7 @@ pub enum Known {
 pub struct ReadBy {
     /// The program.
     pub program: Program,
-    /// How this is known.
+    /// The evidence.
     pub known: Known,
     /// Verb and object for what the program does to the inputs of a layer. Empty: nothing.
     pub inputs: &'static str,

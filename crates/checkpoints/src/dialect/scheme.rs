@@ -1,4 +1,4 @@
-//! How the weights of a model are quantized, in groups: what configs are written from.
+//! The quantization of the weights of a model, in groups: what configs are written from.
 
 use std::iter;
 
@@ -12,7 +12,7 @@ use crate::error::CheckpointError;
 use crate::fp8::Granularity;
 use crate::weight::{Model, Value, Weight};
 
-/// How a weight and its input are quantized.
+/// The quantization of a weight and its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scheme {
     /// FP4.
@@ -30,7 +30,7 @@ pub(super) enum Scheme {
     MxFp8,
 }
 
-/// How a weight is quantized.
+/// Returns the quantization of a weight.
 pub(super) fn scheme(weight: &Weight<'_>) -> Option<Scheme> {
     let activations = weight.input_scale.is_some();
     match &weight.value {

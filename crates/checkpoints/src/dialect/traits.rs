@@ -9,7 +9,7 @@ use crate::error::CheckpointError;
 use crate::tensor::NewTensor;
 use crate::weight::{Model, Quantization, Weight};
 
-/// How a producer lays out FP4 checkpoints.
+/// A layout of FP4 checkpoints, as a producer has it.
 pub trait Dialect: Sync {
     /// Its name in errors and on command lines.
     fn name(&self) -> &'static str;
@@ -47,7 +47,7 @@ pub trait Dialect: Sync {
     fn writer(&self) -> Option<&'static dyn Write>;
 }
 
-/// How a dialect is written.
+/// The writer of a dialect.
 pub trait Write: Sync {
     /// The tensors of a weight, in the order of the index.
     ///
@@ -110,13 +110,13 @@ pub trait Write: Sync {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Holds {
-    /// How it states the tensor scale.
+    /// The form of the tensor scale.
     pub tensor_scale: Stated,
     /// True if it has the scale of a layer's input. Where not, it is left out, and counted.
     pub input_scale: bool,
 }
 
-/// How a dialect states a tensor scale.
+/// The form in which a dialect states a tensor scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stated {
     /// As what multiplies.

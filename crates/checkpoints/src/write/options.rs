@@ -4,7 +4,7 @@ use burn_fp4_formats::Fp4Format;
 
 use crate::dtype::Dtype;
 
-/// How tensors are spread over files.
+/// The distribution of tensors over files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shards {
     /// As in the source: each weight in the file of the tensor that stands for it, with all its
@@ -18,7 +18,7 @@ pub enum Shards {
 /// Changes of the weights on the way.
 #[derive(Debug, Clone, Copy)]
 pub struct WriteOptions {
-    /// How tensors are spread over files; GGUF is always one.
+    /// The distribution of tensors over files; GGUF is always one.
     pub shards: Shards,
     /// FP4 of another format is cast to this one, and FP4 in blocks of another size than this one's
     /// definition has.

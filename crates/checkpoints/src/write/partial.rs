@@ -10,8 +10,8 @@ use crate::error::CheckpointError;
 /// The folder that becomes the target, or has the file that does.
 pub(super) const FILES: &str = "files";
 
-/// How often a folder is found to have been removed by another process, between two looks at it,
-/// before that counts as a process that is writing.
+/// Number of times that a folder is found to have been removed by another process, between two
+/// looks at it, before that counts as a process that is writing.
 const TRIES: usize = 100;
 
 /// Makes the folder, or takes the one that an earlier run has left, and locks its journal.

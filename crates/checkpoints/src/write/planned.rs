@@ -136,7 +136,7 @@ impl Piece<'_> {
         self.weight
     }
 
-    /// How many bytes it has.
+    /// Number of its bytes.
     pub fn len(&self) -> usize {
         self.mapped.len()
     }

@@ -177,7 +177,7 @@ impl Target {
     }
 }
 
-/// How a tensor scale is stated, and whether values may change for that.
+/// The form of a tensor scale, and whether values may change for that.
 struct Fold {
     stated: Stated,
     inexact: bool,

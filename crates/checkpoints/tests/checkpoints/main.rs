@@ -411,7 +411,7 @@ fn a_file_alone_is_read_in_the_dialect_that_explains_its_tensors() {
         assert_eq!((alone.dialect(), alone.known_by()), (read, KnownBy::Tensors));
         let whole = Checkpoint::open(&path).expect("a folder");
         assert_eq!(whole.known_by(), KnownBy::Claim);
-        // The configs beside a file are its own.
+        // The configs next to a file are its own.
         let inside = Checkpoint::open(&inside).expect("a file");
         assert_eq!((inside.dialect(), inside.known_by()), (whole.dialect(), KnownBy::Claim));
         assert_eq!(inside.container().config(), whole.container().config());
@@ -431,7 +431,7 @@ fn a_file_alone_is_read_in_the_dialect_that_explains_its_tensors() {
     let error = alone.model().map(|_| ()).expect_err("no dialect");
     assert!(matches!(error, CheckpointError::NoDialect { .. }), "{error}");
     let error = error.to_string();
-    assert!(error.contains("put the config.json of its model beside it"), "{error}");
+    assert!(error.contains("put the config.json of its model next to it"), "{error}");
     assert!(error.contains("name one of modelopt, ") && !error.contains("open_as"));
     // Two dialects read these codes, and one of them the scale of the input too.
     let path = folder.join("quark.safetensors");

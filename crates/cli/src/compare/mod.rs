@@ -215,7 +215,7 @@ fn is_changed(pair: &[Weight<'_>; 2]) -> bool {
     pair.iter().any(is_fp4) || (kinds_differ && pair.iter().any(is_quantized))
 }
 
-/// How far the two forms of a weight are apart; otherwise, why that cannot be said.
+/// Measures the distance of the two forms of a weight; otherwise, says why there is none.
 fn difference(pair: &[Weight<'_>; 2]) -> Result<Sums, String> {
     if let [Value::Fp4(a), Value::Fp4(b)] = pair.each_ref().map(|weight| &weight.value)
         && (&a.shape, a.transposed) == (&b.shape, b.transposed)

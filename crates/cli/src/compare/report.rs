@@ -39,7 +39,7 @@ pub(super) struct Report {
     pub(super) verdict: String,
 }
 
-/// How the two forms of a weight relate.
+/// The relation of the two forms of a weight.
 #[derive(Serialize, Clone, Copy, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Relation {

@@ -12,7 +12,7 @@ const WINDOW: u64 = 1 << 30;
 /// Bytes it is told about at a time.
 const PIECE: usize = 8 << 20;
 
-/// How far ahead of those who read the system is.
+/// The bytes by which the system is ahead of the readers.
 #[derive(Default)]
 pub(super) struct Ahead {
     state: Mutex<State>,

@@ -13,7 +13,7 @@ pub(super) struct Group<'g> {
     pub(super) rows: Vec<Range<usize>>,
     /// The axes of the first.
     pub(super) first: Matrices,
-    /// How the values of one of the stacked matrices lie.
+    /// The layout of one of the stacked matrices.
     pub(super) view: View,
 }
 
@@ -36,7 +36,7 @@ impl<'g> Group<'g> {
         Self { members, rows, first, view }
     }
 
-    /// How the values of a member lie among those of one of the stacked matrices.
+    /// Returns the layout of a member within one of the stacked matrices.
     pub(super) fn view_of(&self, member: usize) -> View {
         match self.members.len() {
             1 => self.view,

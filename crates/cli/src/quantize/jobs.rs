@@ -12,7 +12,7 @@ use super::statistics::StatisticsFile;
 pub(super) struct Job {
     /// The weights, by their place in the model.
     pub(super) weights: Vec<usize>,
-    /// How they are quantized. None: they are copied.
+    /// Their scheme. None: they are copied.
     pub(super) how: Option<Fp4Scheme>,
     /// Bytes to read.
     pub(super) bytes: u64,

@@ -85,7 +85,7 @@ pub(super) struct Quantized {
     /// Its place in the model.
     pub(super) at: usize,
     pub(super) weight: Weight<'static>,
-    /// How far it is from what was read.
+    /// Its error against what was read.
     pub(super) tally: Tally,
 }
 
@@ -363,7 +363,7 @@ struct Part {
     first: usize,
     /// The place of the first value in the group.
     begin: usize,
-    /// How the values lie.
+    /// The layout of the values.
     view: View,
 }
 

@@ -105,7 +105,7 @@ fn rule_name(rule: ScaleRule) -> PossibleValue {
     PossibleValue::new(row.name).aliases(row.former_name)
 }
 
-/// How the weights of each group of a selection are quantized.
+/// Returns the scheme of each group of a selection.
 pub(super) fn schemes(selection: &Selection) -> Vec<Fp4Scheme> {
     let of = |members: &Vec<usize>| match selection.decisions[members[0]] {
         Decision::Quantize { scheme, .. } => scheme,

@@ -34,7 +34,7 @@ pub(super) struct Work<'w, 'c> {
     pub(super) budget: &'w Budget,
     pub(super) ahead: &'w Ahead,
     pub(super) bar: &'w ProgressBar,
-    /// What is not finite of the weights that stay as they are.
+    /// Values that are not finite, in weights that are copied.
     pub(super) copied: &'w Copied,
 }
 

@@ -25,7 +25,7 @@ pub(super) struct Row {
     shape: Vec<usize>,
     from: String,
     to: String,
-    /// How its scales and codes are chosen; after a run, how they were. None: it stays.
+    /// The method that chooses its scales and codes; after a run, the one that did. None: it stays.
     method: Option<Method>,
     /// The arithmetic of its scales.
     rule: Option<ScaleRule>,
@@ -34,7 +34,7 @@ pub(super) struct Row {
     /// The note for a table, where the names of neighbours are short.
     #[serde(skip)]
     short: String,
-    /// How it is quantized.
+    /// Its scheme.
     #[serde(skip)]
     scheme: Option<Fp4Scheme>,
     /// The method and the rule for a table, where they are not those of most weights.

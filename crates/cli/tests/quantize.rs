@@ -200,8 +200,8 @@ fn weights_that_lose_much_are_warned_of_with_what_to_do() {
     let (code, said, warned) = run(folder.path(), "quantize model.safetensors --out out");
     assert_eq!(code, 0, "{warned}");
     let says = "warning: `layers.0.mlp.up_proj.weight`: its error is 100.00 %; it shares its \
-                tensor scale with `layers.0.mlp.gate_proj.weight`, whose largest value is far beyond its \
-                own; set `together = false` in a recipe, or pass --keep \
+                tensor scale with `layers.0.mlp.gate_proj.weight`, whose largest value is far \
+                beyond its own; set `together = false` in a recipe, or pass --keep \
                 'layers.0.mlp.gate_proj.weight'";
     assert_eq!(warned.trim_end().lines().last(), Some(says));
     assert!(said.contains("worst 100.00 % layers.0.mlp.up_proj.weight"), "{said}");

@@ -11,7 +11,8 @@ crates/checkpoints/src/architecture/table.rs is made by transformers, quantized,
   within the error of FP4;
 - weights that share a tensor scale get one input in a forward pass;
 - where transformers loads the result, its outputs are those of the decoded values, and the call
-  that `fp4` names in a note, or else the plain one in bfloat16, loads it too.
+  that `fp4` names in a note, or else the plain one in bfloat16, loads it too; a warning says where
+  it does not.
 
 `names` prints what a test needs of this without Python: names and shapes in the files, and which of
 them are linear layers with one input.
@@ -364,7 +365,7 @@ def loaded(model, folder, files, values, layers, said):
         assert "do not load the result" in said, said
         return changed, "no: experts are stacked there"
     if any(isinstance(module, Conv1D) for module, *_ in layers.values()):
-        assert "transformers does not load" in said, said
+        assert "transformers fills such layers with random values" in said, said
         return changed, "no: Conv1D stays"
     config = hf.CompressedTensorsConfig(run_compressed=False)
     theirs = kind.from_pretrained(folder / "out", quantization_config=config).eval().float()
@@ -392,7 +393,8 @@ def check(program, folder, name, kind, sizes):
     dialect = "modelopt" if name in STACKED else "compressed-tensors"
     done = run(program, "quantize", folder / "model", "--out", folder / "out", "--dialect", dialect)
     assert done.returncode == 0, done.stderr
-    assert "warning" not in done.stderr, done.stderr
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning")]
+    assert all("do not load the result" in line for line in warned), warned
     values, scales = decoded(load_file(folder / "out" / "model.safetensors"))
     wanted = {n for n, (_, _, layer, _) in layers.items() if layer}
     missing, more = sorted(wanted - set(values)), sorted(set(values) - wanted)

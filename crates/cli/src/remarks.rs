@@ -67,8 +67,8 @@ pub(crate) fn help() -> String {
     let rows = KINDS.map(|(kind, what)| (kind, what.to_owned()));
     let head = "In --json, `warnings` has all warnings that are printed. Each has the `weights` \
                 that it is about (none: the whole), its `text`, and a `kind`, whose name stays the \
-                same from version to version. Numbers that JSON does not have are the texts \"inf\", \
-                \"-inf\" and \"nan\". The kinds";
+                same from version to version. Numbers that JSON does not have are the texts \
+                \"inf\", \"-inf\" and \"nan\". The kinds";
     listed(head, &rows)
 }
 

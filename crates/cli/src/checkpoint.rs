@@ -117,6 +117,10 @@ pub(crate) fn not_copied(checkpoint: &Checkpoint, dialect: &str) -> Option<Strin
             format!("a GGUF file has no place for {files}; keep them for a folder made from it")
         });
     }
+    if container.root().is_file() && container.config().is_some() {
+        let what = "of the other files only config.json is copied; give the folder to copy all";
+        return Some(what.to_owned());
+    }
     let left_out = list(container.left_out());
     (!left_out.is_empty()).then(|| format!("not copied: {left_out}"))
 }

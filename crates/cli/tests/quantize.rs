@@ -1413,6 +1413,7 @@ fn a_file_of_a_folder_is_read_with_the_config_next_to_it() {
         "{said}"
     );
     assert!(!said.contains("the architecture is not known"), "{said}");
+    assert!(said.contains("note: of the other files only config.json is copied; give"), "{said}");
     let config = fs::read_to_string(folder.path().join("out/config.json")).expect("a config");
     assert!(config.contains("\"model_type\": \"llama\""), "{config}");
     assert!(config.contains("nvfp4-pack-quantized"), "{config}");

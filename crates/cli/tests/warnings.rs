@@ -34,7 +34,7 @@ fn blocks_that_one_large_value_makes_zero_are_warned_of_and_no_reciprocal_is_bla
     const NAME: &str = "layers.0.o_proj.weight";
     let folder = tempdir().expect("a folder");
     let mut values = model::values(32 * 64, 5);
-    // Zeros of the source are no loss.
+    // Zeros of the source are not lost.
     values[64..128].fill(0.0);
     values[0] = 1e6;
     model::write(&folder.path().join("m.safetensors"), &[floats(NAME, &[32, 64], &values)]);

@@ -28,7 +28,7 @@ mod scheme;
 mod torchao;
 mod traits;
 
-use crate::container::Container;
+use crate::container::{CONFIG, Container};
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
 use crate::tensor::Tensor;
@@ -98,7 +98,7 @@ pub(crate) fn detect(
         [] => match container.quantization() {
             None => by_tensors(container),
             Some(quantization) => Err(CheckpointError::Field {
-                path: container.root().to_owned(),
+                path: container.config_path(CONFIG),
                 field: "quantization_config.quant_method".to_owned(),
                 expected: "modelopt, compressed-tensors, mxfp4, fp8, quark or torchao",
                 found: quantization["quant_method"].to_string(),

@@ -66,7 +66,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE.svg", value_parser = svg_file)]
     plot: Option<PathBuf>,
     /// Print a JSON array of objects instead of a table. A method that failed has an `error`
-    /// instead of figures.
+    /// instead of figures. Infinite figures are the texts "inf" and "-inf", and NaN is "nan".
     #[arg(long)]
     json: bool,
 }

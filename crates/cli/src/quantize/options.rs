@@ -331,7 +331,9 @@ impl ResolvedOptions {
         let formats = schemes.iter().map(|how| (how.format(), how.block_size));
         remarks.note_each(readers::notes(self.dialect(), formats)?);
         let quantized = selection.groups.iter().flatten().map(|&at| &model.weights[at]);
-        let turned = quantized.filter(|weight| Matrices::of(model, weight).transposed);
+        // Dialects with stacked matrices have an order of axes for them.
+        let single = quantized.filter(|weight| weight.shape().len() == 2);
+        let turned = single.filter(|weight| Matrices::of(model, weight).transposed);
         let turned: Vec<String> = turned.map(|weight| weight.name.clone()).collect();
         if !turned.is_empty() && model.gguf.is_none() {
             remarks.warn(readers::turned_warning(self.dialect(), turned)?);

@@ -230,7 +230,7 @@ impl Recipe {
 /// Describes a value of another type, in words of TOML, behind the key that it is of. `before` is
 /// the text up to the value. None: the message is about something else.
 fn wrong_type(before: &str, value: &str, message: &str) -> Option<String> {
-    let prefixes = ["invalid type: ", "invalid value: "];
+    let prefixes = ["invalid type: ", "invalid value: ", "unknown variant "];
     let of_type = prefixes.into_iter().find_map(|prefix| message.strip_prefix(prefix));
     let of_name = (message == "wanted string or table").then_some((value, "a string"));
     let (found, expected) =
@@ -243,6 +243,8 @@ fn wrong_type(before: &str, value: &str, message: &str) -> Option<String> {
         "a string" | "path string" => "a text in quotes",
         "usize" => "a whole number, 0 or more",
         "a boolean" => "true or false",
+        "f64" => "a number",
+        "struct RecipeWeights" => "a table `[[weights]]`",
         other => other,
     };
     let found = match found.split_once(' ') {
@@ -444,10 +446,16 @@ mod tests {
             ("together = 1", 1, "`together`: expected true or false, found the integer `1`"),
             ("keep = [\n  \"a\",\n  5,\n]", 3, "`keep`: expected a text in quotes, found the"),
             ("calibration = []", 1, "`calibration`: expected a text in quotes, found a list"),
-            ("method = { gptq = { damping = \"x\" } }", 1, "`damping`: expected f64, found the"),
+            ("method = { gptq = { damping = \"x\" } }", 1, "`damping`: expected a number, found"),
             ("preset = 1", 1, "`preset`: expected a text in quotes, found the integer `1`"),
             ("format = 4", 1, "`format`: expected a text in quotes, found 4; correct it"),
             ("weights = 4", 1, "`weights`: expected a list"),
+            ("weights = [\"a\"]", 1, "`weights`: expected a table `[[weights]]`, found the text"),
+            (
+                "format = \"nvfp5\"",
+                1,
+                "`format`: expected `nvfp4` or `mxfp4`, found `nvfp5`; correct",
+            ),
         ] {
             let (found, problem) = line(text);
             assert!(found == at && problem.contains(says), "{text}: {found} {problem}");

@@ -110,9 +110,10 @@ pub(super) struct Row {
 }
 
 impl Report {
-    /// Reads the weights of a model and of its original, and compares them. `inputs` returns `X^T X`
-    /// of the inputs of a weight `[outputs, inputs]` by its name, if it is known: the errors of its
-    /// outputs are then measured.
+    /// Reads the weights of a model and of its original, and compares them.
+    ///
+    /// `inputs` returns `X^T X` of the inputs of a weight `[outputs, inputs]` by its name, if it is
+    /// known: the errors of its outputs are then measured.
     ///
     /// # Errors
     /// A file cannot be read, or the two have no weight in common.

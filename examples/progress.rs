@@ -3,7 +3,8 @@
 use std::thread;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle, WeakProgressBar};
+pub use indicatif::ProgressBar;
+use indicatif::{ProgressStyle, WeakProgressBar};
 
 /// Shows a bar on a terminal. Elsewhere indicatif shows nothing: a line is printed to stderr every
 /// ten seconds.
@@ -23,6 +24,7 @@ fn print_lines(bar: &WeakProgressBar) {
         thread::sleep(Duration::from_secs(10));
         let Some(bar) = bar.upgrade().filter(|bar| !bar.is_finished()) else { break };
         let (done, of) = (bar.position(), bar.length().unwrap_or(0));
-        eprintln!("{done}/{of} after {} s: {}", bar.elapsed().as_secs(), bar.message());
+        let [elapsed, left] = [bar.elapsed(), bar.eta()].map(|time| time.as_secs());
+        eprintln!("{done}/{of} after {elapsed} s, {left} s left: {}", bar.message());
     }
 }

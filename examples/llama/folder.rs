@@ -37,6 +37,23 @@ impl Folder {
         Ok(Self { config, checkpoint: Checkpoint::open(path)? })
     }
 
+    /// Opens a model that may lack a `config.json`, such as a GGUF file. That of another folder
+    /// then counts.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_beside(path: &Path, other: &Self) -> Result<Self> {
+        if path.join("config.json").is_file() {
+            return Self::open(path);
+        }
+        Ok(Self { config: other.config.clone(), checkpoint: Checkpoint::open(path)? })
+    }
+
+    /// Returns the weights of the model as its files have them.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
     /// Reads `tokenizer.json`.
     ///
     /// # Errors

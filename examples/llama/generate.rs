@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::config::LlamaConfig;
 use super::model::{KvCaches, Llama, Projection};
 use super::sampling::Sampling;
-use super::tokens::tensor;
+use super::tokens::batch_of;
 use examples::random::Random;
 
 /// Generated tokens, and the time they took.
@@ -105,7 +105,7 @@ fn generate_tokens<L: Projection>(
 
     let start = Instant::now();
     let kv_cache = model.kv_cache(sampling.sequences, length);
-    let tokens = tensor(&prompt.repeat(sampling.sequences), prompt.len(), device);
+    let tokens = batch_of(&prompt.repeat(sampling.sequences), prompt.len(), device);
     let positions = Tensor::arange(0..prompt.len() as i64, device);
     let mut replay = Replay::with_state(generator, kv_cache, Generator::step);
     let uniform = sequences.uniform(device);
@@ -120,7 +120,7 @@ fn generate_tokens<L: Projection>(
     while steps + 1 < max_new_tokens && !sequences.all_ended() {
         let last = match &unread {
             Some(tokens) => tokens.clone(),
-            None => tensor(&sequences.last_tokens(), 1, device),
+            None => batch_of(&sequences.last_tokens(), 1, device),
         };
         let position = Tensor::from_ints([(prompt.len() + steps) as i32], device);
         let output = replay.run((last, position, sequences.uniform(device)))?;

@@ -9,12 +9,14 @@
 //! | `tokens.rs`      | [`Tokens`]: the tokens of a text; a tokenizer of bytes          |
 //! | `sampling.rs`    | [`Sampling`]: the choice of the next token                      |
 //! | `generate.rs`    | [`generate`]: prompt and decode steps                           |
-//! | `perplexity.rs`  | [`perplexity`] over overlapping windows                         |
+//! | `perplexity.rs`  | [`perplexity`] over overlapping windows; [`Losses`] by window   |
+//! | `fidelity.rs`    | [`fidelity`]: distance of models from a reference               |
 //! | `train.rs`       | [`train`] and [`distill`]                                       |
 //! | `sensitivity.rs` | [`sensitivity`]: loss of each layer in each format              |
 //! | `quantize.rs`    | [`QuantizeOptions`]: format, method and calibration of a model  |
 
 mod config;
+mod fidelity;
 mod folder;
 mod generate;
 mod model;
@@ -26,12 +28,13 @@ mod tokens;
 mod train;
 
 pub use config::{LlamaConfig, ModelType};
+pub use fidelity::{Divergence, Fidelity, fidelity};
 pub use folder::{Folder, create, names};
 pub use generate::{Generated, generate};
 pub use model::{KvCaches, Llama, Projection};
-pub use perplexity::{Perplexity, Windows, perplexity};
+pub use perplexity::{Difference, Losses, Perplexity, WindowLoss, Windows, perplexity};
 pub use quantize::{CalibrationWindows, QuantizeOptions, fp4_config, methods};
 pub use sampling::Sampling;
 pub use sensitivity::{divergence, quantized_alone, rank_correlation, sensitivity};
-pub use tokens::{Tokens, byte_tokenizer};
+pub use tokens::{Tokens, batch_of, byte_tokenizer};
 pub use train::{Batches, distill, train};

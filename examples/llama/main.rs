@@ -1,4 +1,4 @@
-//! `llama`: trains, runs, measures, quantizes and distills Llama, Mistral and Qwen.
+//! `llama`: trains, runs, measures, quantizes, distills and reports on Llama, Mistral and Qwen.
 //! `cargo run --release --bin llama -- --help`.
 
 mod commands;
@@ -27,6 +27,7 @@ enum Command {
     Quantize(commands::quantize::Arguments),
     Distill(commands::distill::Arguments),
     Compare(commands::compare::Arguments),
+    Report(commands::report::Arguments),
     Sensitivity(commands::sensitivity::Arguments),
 }
 
@@ -44,6 +45,7 @@ fn run(command: Command) -> Result<()> {
         Command::Quantize(arguments) => commands::quantize::run(&arguments),
         Command::Distill(arguments) => commands::distill::run(&arguments),
         Command::Compare(arguments) => commands::compare::run(&arguments),
+        Command::Report(arguments) => commands::report::run(&arguments),
         Command::Sensitivity(arguments) => commands::sensitivity::run(&arguments),
     }
 }

@@ -132,6 +132,12 @@ impl<L: Projection> Llama<L> {
 
     /// Returns the logits `[batch, tokens, vocab_size]` of tokens `[batch, tokens]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        self.forward_from(tokens, 0)
+    }
+
+    /// Returns the logits `[batch, tokens - first, vocab_size]` of tokens `[batch, tokens]` but the
+    /// `first`, which are context.
+    pub fn forward_from(&self, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
         let [_, count] = tokens.dims();
         let positions = Tensor::arange(0..count as i64, &tokens.device());
         let positions = self.rotary_emb.at(positions, count, self.dtype());
@@ -139,6 +145,9 @@ impl<L: Projection> Llama<L> {
         for layer in &self.layers {
             // One after the other: calibration records such passes, in one order.
             (stream, _) = layer.forward(stream, None, &positions, false);
+        }
+        if first > 0 {
+            stream = stream.narrow(first, count - first);
         }
         self.logits(stream.normalized(&self.norm).1)
     }

@@ -2,14 +2,16 @@
 
 use anyhow::Result;
 use burn::tensor::{Device, Int, Tensor};
+use burn_fp4::ops::is_host;
 use burn_fp4::{
-    Calibration, CalibrationOptions, Fp4Config, Fp4Format, Fp4Module, Fp4Report, Fp4Scheme, Gptq,
-    Method, ScaleRule,
+    Calibration, CalibrationOptions, CalibrationProgress, Fp4Config, Fp4Format, Fp4Module,
+    Fp4Report, Fp4Scheme, Gptq, Method, ScaleRule,
 };
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 use super::model::{Llama, Projection};
 use super::tokens::Tokens;
+use examples::progress::{self, ProgressBar};
 use examples::random::Random;
 
 /// Options of quantization.
@@ -95,10 +97,36 @@ impl QuantizeOptions {
         if self.sequential {
             return self.calibration.quantize_sequential(model, config, tokens, device);
         }
-        let options = CalibrationOptions::default().for_config(config);
+        let bar = bar("calibrates");
+        let told = |progress| tell(&bar, progress);
+        let options = options(device).for_config(config).on_progress(told);
         let calibration = self.calibration.run(model, options, tokens, device)?;
+        bar.finish_and_clear();
         Ok(model.quantize_fp4(&config.with_calibration(&calibration))?)
     }
+}
+
+/// Bytes of the activations of all batches in flight on a host, whose memory the model and its
+/// statistics take, too.
+const HOST_MEMORY: usize = 512 << 20;
+
+/// Returns the options of a calibration on a device.
+fn options<'a>(device: &Device) -> CalibrationOptions<'a> {
+    let options = CalibrationOptions::default();
+    if is_host(device) { options.memory(HOST_MEMORY) } else { options }
+}
+
+/// Makes a bar for a number of layer inputs that is not known yet.
+fn bar(message: &'static str) -> ProgressBar {
+    let bar = progress::bar(0);
+    bar.set_message(message);
+    bar
+}
+
+/// Moves a bar to where a calibration is.
+fn tell(bar: &ProgressBar, progress: CalibrationProgress) {
+    bar.set_length(progress.total as u64);
+    bar.set_position(progress.done as u64);
 }
 
 impl CalibrationWindows {
@@ -129,8 +157,11 @@ impl CalibrationWindows {
         tokens: &Tokens,
         device: &Device,
     ) -> Result<Fp4Report> {
-        let (options, batches) = (CalibrationOptions::default(), self.batches(tokens, device)?);
-        Ok(model.quantize_fp4_sequential(config, options, batches, Llama::forward)?)
+        let (bar, batches) = (bar("quantizes layer by layer"), self.batches(tokens, device)?);
+        let options = options(device).on_progress(|progress| tell(&bar, progress));
+        let report = model.quantize_fp4_sequential(config, options, batches, Llama::forward)?;
+        bar.finish_and_clear();
+        Ok(report)
     }
 
     /// Draws the windows, in batches.

@@ -9,7 +9,7 @@ use burn_fp4::{
 };
 
 use super::model::Llama;
-use super::tokens::{Tokens, tensor};
+use super::tokens::{Tokens, batch_of};
 use super::train::{Batches, next_token_loss};
 use examples::random::Random;
 
@@ -64,7 +64,7 @@ pub fn divergence(
 ) -> f64 {
     let (mut sum, mut count) = (0.0, 0);
     for windows in tokens.chunks_exact(window).collect::<Vec<_>>().chunks(8) {
-        let batch = tensor(&windows.concat(), window, device);
+        let batch = batch_of(&windows.concat(), window, device);
         let [teacher_logits, logits] =
             [teacher, model].map(|model| model.forward(batch.clone()).cast(DType::F32));
         let log_ratio = log_softmax(teacher_logits.clone(), 2) - log_softmax(logits, 2);

@@ -53,12 +53,12 @@ impl Tokens {
         );
         let starts = (0..count).map(|_| random.below(places));
         let windows: Vec<u32> = starts.flat_map(|at| &training[at..at + length]).copied().collect();
-        Ok(tensor(&windows, length, device))
+        Ok(batch_of(&windows, length, device))
     }
 }
 
 /// Uploads tokens as a tensor `[tokens / length, length]`.
-pub(super) fn tensor(tokens: &[u32], length: usize, device: &Device) -> Tensor<2, Int> {
+pub fn batch_of(tokens: &[u32], length: usize, device: &Device) -> Tensor<2, Int> {
     let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     let count = tokens.len() / length;
     Tensor::from_data(TensorData::new(tokens, [count, length]), device)

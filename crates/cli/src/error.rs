@@ -12,7 +12,7 @@ use crate::size::Size;
 
 /// The end of a command that failed.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum CliError {
+pub enum CliError {
     /// A checkpoint cannot be read or written.
     #[error("{}{}", described(.0), remedy(.0))]
     Checkpoint(#[from] CheckpointError),

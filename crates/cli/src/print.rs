@@ -64,10 +64,14 @@ pub(crate) fn say(line: impl Display) {
 
 /// Says the command that looks at what was made.
 pub(crate) fn next(out: &Path) -> String {
-    let path = out.display().to_string();
+    format!("next: fp4 inspect {}", quoted(&out.display().to_string()))
+}
+
+/// Formats a path for a shell, in quotes if it needs them.
+pub(crate) fn quoted(path: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
     match path.chars().all(plain) {
-        true => format!("next: fp4 inspect {path}"),
-        false => format!("next: fp4 inspect '{}'", path.replace('\'', "'\\''")),
+        true => path.to_owned(),
+        false => format!("'{}'", path.replace('\'', "'\\''")),
     }
 }

@@ -73,7 +73,7 @@ pub(crate) fn help() -> String {
 }
 
 /// Warnings and notes.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 pub(crate) struct Remarks {
     warnings: Vec<Warning>,
     notes: Vec<String>,
@@ -82,7 +82,7 @@ pub(crate) struct Remarks {
 }
 
 /// Numbers of warnings and notes that are printed, or left out of what is printed.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct Printed {
     warnings: usize,
     notes: usize,

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 /// A number of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Size(pub(crate) u64);
+pub struct Size(pub(crate) u64);
 
 /// Decimal units, as disks are sold and files are listed.
 const UNITS: [(&str, u64); 5] =

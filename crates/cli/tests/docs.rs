@@ -55,12 +55,13 @@ fn the_commands_of_the_page_do_what_it_says() {
     for (name, recipe) in ["recipe.toml", "mixed.toml"].iter().zip(&recipes) {
         fs::write(folder.path().join(name), recipe).expect("a recipe");
     }
-    assert_eq!(run(&page, folder.path()), 10);
+    assert_eq!(run(&page, folder.path()), 11);
     let all = [
         "model-nvfp4/tokenizer.json",
         "model.gguf",
         "model-mixed",
         "errors.html",
+        "report.html",
         "model-modelopt",
     ];
     for made in all {
@@ -96,7 +97,7 @@ fn the_commands_of_the_guide_do_what_it_says() {
         floats("up.evaluation", [80, 64], 3),
     ];
     model::write(&folder.path().join("layers.safetensors"), &layer);
-    assert_eq!(run(&read("crates/burn-fp4/src/guide/serve.md"), folder.path()), 5);
+    assert_eq!(run(&read("crates/burn-fp4/src/guide/serve.md"), folder.path()), 6);
     assert_eq!(run(&read("crates/burn-fp4/src/guide/methods.md"), folder.path()), 1);
     for made in ["model-nvfp4", "model-modelopt", "errors.svg"] {
         assert!(folder.path().join(made).exists(), "{made}");

@@ -7,11 +7,11 @@ use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
     Budget, Calibration, CalibrationOptions, Candidate, Fp4Config, Fp4Format, Fp4Module, Gptq,
-    Method, Unused,
+    Method, ScaleRule, Sse, Unused,
 };
 use examples::table::{figure, table};
 use llama::{
-    Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, fp4_config, perplexity,
+    Batches, CalibrationWindows, Fidelity, Folder, Llama, Tokens, Windows, fidelity, fp4_config,
     sensitivity,
 };
 use serde::Serialize;
@@ -19,13 +19,15 @@ use serde::Serialize;
 use super::distill::Distillation;
 use super::{DeviceOptions, TextOptions, print};
 
-/// Quantize a model with several methods, calibrated on random windows of a text, and measure the
-/// perplexity on its held-out part.
+/// Quantize a model with every method and rule that needs no data, and with several calibrated on
+/// random windows of a text, and measure perplexity and distance from the dense model on its
+/// held-out part.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Hugging Face folder, dense or FP8.
     folder: PathBuf,
-    /// Number of seeds; each draws windows to calibrate and to distill on.
+    /// Number of seeds; each draws windows to calibrate and to distill on. With 0 only methods
+    /// without data are compared.
     #[arg(long, default_value_t = 3)]
     seeds: u64,
     /// Windows of 256 tokens to calibrate on.
@@ -50,11 +52,11 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// Perplexity of a quantized model.
+/// Fidelity of a quantized model to the dense one.
 #[derive(Serialize)]
 struct Row {
     format: Option<Fp4Format>,
-    variant: &'static str,
+    variant: String,
     /// Perplexity on the held-out part, for each seed.
     perplexities: Vec<f64>,
     mean: f64,
@@ -62,10 +64,12 @@ struct Row {
     spread: Option<f64>,
     /// Share of the loss of `amax`, in nats, that the method avoids.
     recovered_percent: Option<f64>,
+    /// Distance from the dense model, for each seed. Empty for the dense model.
+    seeds: Vec<Fidelity>,
 }
 
-/// Name of a variant, and its perplexity.
-type Measured = (&'static str, f64);
+/// Name of a variant, and its model or what was measured of it.
+type Named<T> = (String, T);
 
 /// Budgets in bits per weight; each weight gets the format that costs the least loss within them.
 const BUDGETS: [(&str, f64); 2] = [("budget 5.0", 5.0), ("budget 6.0", 6.0)];
@@ -77,7 +81,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (dense, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let comparison = Comparison { arguments, dense: &dense, tokens: &tokens, device: &device };
-    let mut rows = vec![Row::new(None, "dense", vec![comparison.perplexity(&dense)?])];
     // A list of variants for each seed.
     let (mut calibrated, mut budgets) = (Fp4Format::ALL.map(|_| Vec::new()), Vec::new());
     for seed in 1..=arguments.seeds {
@@ -88,25 +91,25 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         }
         budgets.push(comparison.budgets(seed, &calibration)?);
     }
+    let mut rows = Vec::new();
     for (format, seeds) in Fp4Format::ALL.into_iter().zip(&calibrated) {
-        for (variant, method) in [("amax", Method::Amax), ("sse", Method::SSE)] {
-            let mut model = dense.clone();
-            model.quantize_fp4(&fp4_config(&dense, format, method))?;
-            rows.push(Row::new(Some(format), variant, vec![comparison.perplexity(&model)?]));
-        }
+        rows.extend(rows_of_seeds(Some(format), &[comparison.without_data(format)?]));
         rows.extend(rows_of_seeds(Some(format), seeds));
     }
     rows.extend(rows_of_seeds(None, &budgets));
+    let dense = rows[0].seeds[0].reference.perplexity;
+    rows.insert(0, Row::new(None, "dense".to_owned(), vec![dense], Vec::new()));
     set_recovered(&mut rows);
     print(&rows, arguments.json, || lines(&rows))
 }
 
 /// Makes a row for each variant, from the variants of each seed.
-fn rows_of_seeds(format: Option<Fp4Format>, seeds: &[Vec<Measured>]) -> Vec<Row> {
+fn rows_of_seeds(format: Option<Fp4Format>, seeds: &[Vec<Named<Fidelity>>]) -> Vec<Row> {
     let variants = seeds.first().map_or(0, Vec::len);
     let row = |at: usize| {
-        let perplexities = seeds.iter().map(|variants| variants[at].1);
-        Row::new(format, seeds[0][at].0, perplexities.collect())
+        let found: Vec<Fidelity> = seeds.iter().map(|variants| variants[at].1.clone()).collect();
+        let perplexities = found.iter().map(|one| one.perplexity.perplexity).collect();
+        Row::new(format, seeds[0][at].0.clone(), perplexities, found)
     };
     (0..variants).map(row).collect()
 }
@@ -120,9 +123,12 @@ struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    fn perplexity(&self, model: &Llama<Linear>) -> Result<f64> {
+    /// Measures models against the dense one, on the same windows.
+    fn measured(&self, models: Vec<Named<Llama<Linear>>>) -> Result<Vec<Named<Fidelity>>> {
         let (tokens, windows) = (self.tokens.held_out(), self.arguments.windows);
-        Ok(perplexity(model, tokens, windows, self.device)?.perplexity)
+        let all: Vec<&Llama<Linear>> = models.iter().map(|(_, model)| model).collect();
+        let found = fidelity(&all, self.dense, tokens, windows, self.device)?;
+        Ok(models.iter().map(|(name, _)| name.clone()).zip(found).collect())
     }
 
     /// Returns the calibration windows of a seed.
@@ -136,11 +142,33 @@ impl Comparison<'_> {
         config.method(Method::Gptq(Gptq { damping: self.arguments.damping, ..Gptq::DEFAULT }))
     }
 
-    /// Measures the model quantized with a configuration.
-    fn quantized(&self, config: &Fp4Config) -> Result<f64> {
+    /// Quantizes the model with a configuration.
+    fn quantized(&self, config: &Fp4Config) -> Result<Llama<Linear>> {
         let mut model = self.dense.clone();
         model.quantize_fp4(config)?;
-        self.perplexity(&model)
+        Ok(model)
+    }
+
+    /// Measures the methods and rules that need no data. `amax` with the default rule is first.
+    fn without_data(&self, format: Fp4Format) -> Result<Vec<Named<Fidelity>>> {
+        let mut models = Vec::new();
+        let methods = Method::NAMED.into_iter().filter(|row| !row.calibrated);
+        for row in methods.filter(|row| row.formats.contains(&format)) {
+            let mut config = fp4_config(self.dense, format, row.method);
+            if row.method == Method::Sse(Sse::TensorScale) {
+                // It chooses a tensor scale for every weight, so layers cannot share one.
+                config.share_scale.clear();
+            }
+            models.push((row.name.to_owned(), self.quantized(&config)?));
+        }
+        let own = ScaleRule::of_format(format);
+        let of_format = |rule: &ScaleRule| rule.row().format == format && *rule != own;
+        for rule in ScaleRule::ALL.into_iter().filter(of_format) {
+            let mut config = fp4_config(self.dense, format, Method::Amax);
+            config.scheme = config.scheme.with_rule(rule);
+            models.push((format!("amax, {rule}"), self.quantized(&config)?));
+        }
+        self.measured(models)
     }
 
     /// Measures the variants that depend on the calibration of a seed.
@@ -149,28 +177,28 @@ impl Comparison<'_> {
         format: Fp4Format,
         seed: u64,
         calibration: &Calibration,
-    ) -> Result<Vec<Measured>> {
+    ) -> Result<Vec<Named<Fidelity>>> {
         let Self { arguments, dense, tokens, device } = *self;
         let hessian = fp4_config(dense, format, Method::Hessian).with_calibration(calibration);
         let gptq = self.gptq(format);
         let mut sequential = dense.clone();
         self.windows(seed).quantize_sequential(&mut sequential, &gptq, tokens, device)?;
         let mut variants = vec![
-            ("hessian", self.quantized(&hessian)?),
-            ("gptq", self.quantized(&gptq.with_calibration(calibration))?),
-            ("gptq, sequential", self.perplexity(&sequential)?),
+            ("hessian".to_owned(), self.quantized(&hessian)?),
+            ("gptq".to_owned(), self.quantized(&gptq.with_calibration(calibration))?),
+            ("gptq, sequential".to_owned(), sequential),
         ];
         if arguments.distillation.steps > 0 {
             let batches = Batches { seed, ..Batches::default() };
             let (distilled, _, _) =
                 arguments.distillation.run(dense, format, tokens, batches, device)?;
-            variants.push(("distilled", self.perplexity(&distilled)?));
+            variants.push(("distilled".to_owned(), distilled));
         }
-        Ok(variants)
+        self.measured(variants)
     }
 
     /// Measures GPTQ with a format for each weight, within each budget.
-    fn budgets(&self, seed: u64, calibration: &Calibration) -> Result<Vec<Measured>> {
+    fn budgets(&self, seed: u64, calibration: &Calibration) -> Result<Vec<Named<Fidelity>>> {
         let config =
             self.gptq(Fp4Format::NvFp4).unused(Unused::Report).with_calibration(calibration);
         let batches = Batches { batch: 1, seed, ..Batches::default() };
@@ -182,21 +210,32 @@ impl Comparison<'_> {
             self.tokens,
             self.device,
         )?;
-        let within = |(name, bits): (&'static str, f64)| -> Result<Measured> {
+        let within = |(name, bits): (&'static str, f64)| -> Result<Named<Llama<Linear>>> {
             let choice = sensitivity.choose(Budget::BitsPerWeight(bits))?;
-            Ok((name, self.quantized(&choice.config)?))
+            Ok((name.to_owned(), self.quantized(&choice.config)?))
         };
-        BUDGETS.into_iter().map(within).collect()
+        self.measured(BUDGETS.into_iter().map(within).collect::<Result<_>>()?)
     }
 }
 
 impl Row {
-    fn new(format: Option<Fp4Format>, variant: &'static str, perplexities: Vec<f64>) -> Self {
+    fn new(
+        format: Option<Fp4Format>,
+        variant: String,
+        perplexities: Vec<f64>,
+        seeds: Vec<Fidelity>,
+    ) -> Self {
         let mean = perplexities.iter().sum::<f64>() / perplexities.len() as f64;
         let squares: f64 = perplexities.iter().map(|one| (one - mean).powi(2)).sum();
         let others = perplexities.len() - 1;
         let spread = (others > 0).then(|| (squares / others as f64).sqrt());
-        Self { format, variant, perplexities, mean, spread, recovered_percent: None }
+        Self { format, variant, perplexities, mean, spread, recovered_percent: None, seeds }
+    }
+
+    /// Returns the mean over seeds of a figure. None for the dense model.
+    fn over_seeds(&self, figure: impl Fn(&Fidelity) -> Option<f64>) -> Option<f64> {
+        let figures: Vec<f64> = self.seeds.iter().filter_map(figure).collect();
+        (!figures.is_empty()).then(|| figures.iter().sum::<f64>() / figures.len() as f64)
     }
 
     /// Computes the mean loss of a token, in nats.
@@ -221,19 +260,37 @@ fn set_recovered(rows: &mut [Row]) {
 }
 
 fn lines(rows: &[Row]) -> String {
-    let cells = rows.iter().map(|row| {
+    let format = |row: &Row| row.format.map_or_else(|| "-".to_owned(), |one| one.to_string());
+    let perplexities = rows.iter().map(|row| {
         [
-            row.format.map_or_else(|| "-".to_owned(), |format| format.to_string()),
-            row.variant.to_owned(),
+            format(row),
+            row.variant.clone(),
             format!("{:.4}", row.mean),
             figure(row.spread, 4),
             figure(row.recovered_percent, 1),
         ]
     });
+    let distances = rows[1..].iter().map(|row| {
+        let of = |digits, of: fn(&Fidelity) -> Option<f64>| figure(row.over_seeds(of), digits);
+        [
+            format(row),
+            row.variant.clone(),
+            of(4, |one| Some(one.difference.nats)),
+            of(4, |one| one.difference.standard_error),
+            of(4, |one| Some(one.divergence.mean)),
+            of(3, |one| Some(one.divergence.percentile_99)),
+            of(2, |one| Some(one.top1_agreement_percent)),
+        ]
+    });
     let header = ["format", "variant", "perplexity", "spread", "recovered, %"];
+    let of_distances = ["format", "variant", "loss", "error", "KL", "KL 99 %", "top-1, %"];
     format!(
         "{}\nspread: standard deviation over seeds\n\
-         recovered: share of the loss of amax that the variant avoids",
-        table(header, 2, cells)
+         recovered: share of the loss of amax that the variant avoids\n\
+         {}\nloss: nats per token more than dense; error: its standard error, by window\n\
+         KL: divergence from dense, mean and 99th percentile, in nats\n\
+         top-1: tokens for which both find the same next token most likely",
+        table(header, 2, perplexities),
+        table(of_distances, 2, distances)
     )
 }

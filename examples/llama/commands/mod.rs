@@ -5,6 +5,7 @@ pub(crate) mod distill;
 pub(crate) mod generate;
 pub(crate) mod perplexity;
 pub(crate) mod quantize;
+pub(crate) mod report;
 pub(crate) mod sensitivity;
 pub(crate) mod train;
 
@@ -20,6 +21,11 @@ use llama::{Folder, Llama, Projection, Tokens};
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
+/// The book of Genesis, which is measured on if no text is named.
+const BOOK: &str = include_str!("../../data/genesis.txt");
+/// Share of a text that is held out.
+const HELD_OUT: f64 = 0.1;
+
 /// Options of the text.
 #[derive(clap::Args)]
 pub(crate) struct TextOptions {
@@ -27,16 +33,15 @@ pub(crate) struct TextOptions {
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
     /// Share of the text, at its end, to measure on; the rest is for calibration and training.
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = HELD_OUT)]
     held_out: f64,
 }
 
 impl TextOptions {
     /// Reads and tokenizes the text.
     fn tokens(&self, tokenizer: &Tokenizer) -> Result<Tokens> {
-        let book = include_str!("../../data/genesis.txt");
         let text = match &self.text {
-            None => book.to_owned(),
+            None => BOOK.to_owned(),
             Some(path) => {
                 std::fs::read_to_string(path).with_context(|| path.display().to_string())?
             }

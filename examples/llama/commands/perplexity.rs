@@ -1,10 +1,10 @@
-//! `llama perplexity`: measures the perplexity of a model on a text.
+//! `llama perplexity`: measures the perplexity of a model on a text, also against a reference.
 
 use std::path::PathBuf;
 
 use anyhow::Result;
 use burn_fp4::Fp4Linear;
-use llama::{Folder, Perplexity, Windows, perplexity};
+use llama::{Fidelity, Folder, Perplexity, Windows, fidelity, perplexity};
 use serde::Serialize;
 
 use super::{DeviceOptions, ProductFormats, ProductOptions, TextOptions, print};
@@ -14,6 +14,11 @@ use super::{DeviceOptions, ProductFormats, ProductOptions, TextOptions, print};
 pub(crate) struct Arguments {
     /// Hugging Face folder: dense, FP8, or FP4 in any dialect.
     folder: PathBuf,
+    /// Folder of the original model: also print the difference of the losses on the same windows
+    /// with its standard error, the divergence from it, and how often both find the same token
+    /// most likely.
+    #[arg(long, value_name = "FOLDER")]
+    reference: Option<PathBuf>,
     #[command(flatten)]
     text: TextOptions,
     #[command(flatten)]
@@ -29,11 +34,11 @@ pub(crate) struct Arguments {
 
 /// The perplexity, and the formats that it was measured with.
 #[derive(Serialize)]
-struct Report {
+struct Report<M> {
     #[serde(flatten)]
     products: ProductFormats,
     #[serde(flatten)]
-    found: Perplexity,
+    found: M,
 }
 
 /// Runs the command.
@@ -42,10 +47,37 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let folder = Folder::open(&arguments.folder)?;
     let (model, products) = arguments.products.load::<Fp4Linear>(&folder, &device, false)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    let found = perplexity(&model, tokens.held_out(), arguments.windows, &device)?;
-    let report = Report { products, found };
-    print(&report, arguments.json, || {
-        let Perplexity { tokens, nats, perplexity } = report.found;
-        format!("perplexity {perplexity:.4} ({nats:.5} nats per token, {tokens} tokens)")
-    })
+    let (tokens, windows) = (tokens.held_out(), arguments.windows);
+    let Some(reference) = &arguments.reference else {
+        let found = perplexity(&model, tokens, windows, &device)?;
+        let report = Report { products, found };
+        return print(&report, arguments.json, || line(&found));
+    };
+    let (reference, _) = Folder::open(reference)?.load::<Fp4Linear>(&device)?;
+    let mut found = fidelity(&[&model], &reference, tokens, windows, &device)?;
+    let report = Report { products, found: found.remove(0) };
+    print(&report, arguments.json, || lines(&report.found))
+}
+
+fn line(Perplexity { tokens, nats, perplexity }: &Perplexity) -> String {
+    format!("perplexity {perplexity:.4} ({nats:.5} nats per token, {tokens} tokens)")
+}
+
+fn lines(found: &Fidelity) -> String {
+    let (difference, divergence) = (found.difference, found.divergence);
+    let error = difference.standard_error;
+    let error = error.map_or(String::new(), |error| format!(", standard error {error:.5}"));
+    format!(
+        "{}\n\
+         reference: {}\n\
+         difference: {:.5} nats per token{error}\n\
+         divergence: mean {:.5} nats, 99th percentile {:.4}\n\
+         same most likely token: {:.2} %",
+        line(&found.perplexity),
+        line(&found.reference),
+        difference.nats,
+        divergence.mean,
+        divergence.percentile_99,
+        found.top1_agreement_percent,
+    )
 }

@@ -111,3 +111,85 @@ fn sensitivity_fits_80_columns_and_names_the_recipe() {
     assert!(text.ends_with(&next), "{text}");
     assert_narrow(&text);
 }
+
+/// Fills the first half of a tensor's bytes in a safetensors file with zeros.
+fn damage(file: &Path, tensor: &str) {
+    let mut bytes = std::fs::read(file).expect("a file");
+    let length = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).expect("JSON");
+    let offset = |at: usize| header[tensor]["data_offsets"][at].as_u64().expect("an offset");
+    let [first, end] = [offset(0), offset(1)].map(|offset| 8 + length + offset as usize);
+    bytes[first..first + (end - first) / 2].fill(0);
+    std::fs::write(file, bytes).expect("a file");
+}
+
+#[test]
+fn a_report_is_the_same_for_every_dialect_and_shows_a_damaged_layer_first() {
+    let reference = "tests/models/genesis";
+    let book = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/genesis.txt");
+    let book = std::fs::read_to_string(book).expect("the book");
+    let end = out("end.txt");
+    std::fs::write(&end, &book[book.len() - 3000..]).expect("a text");
+    let end = end.to_str().expect("text");
+    let json = |model: &str| -> serde_json::Value {
+        let options = ["--window", "64", "--stride", "32", "--output-windows", "8", "--json"];
+        let arguments = ["report", model, "--reference", reference, "--text"];
+        let arguments = [&arguments[..], &[end], &options].concat();
+        serde_json::from_str(&stdout(llama(&arguments).output().unwrap())).expect("JSON")
+    };
+    let figures = |report: &serde_json::Value| -> Vec<f64> {
+        let text = &report["texts"][0];
+        let keys = ["perplexity", "difference", "standard_error", "divergence"];
+        let of_text = keys.map(|key| text[key].clone());
+        let errors =
+            ["weight_error_percent", "output_error_percent"].map(|key| report[key].clone());
+        let figures = of_text.into_iter().chain(errors);
+        figures.map(|figure| figure.as_f64().expect("a figure")).collect()
+    };
+    let mut reports = Vec::new();
+    let dialects =
+        [("modelopt", "report-mo"), ("compressed-tensors", "report-ct"), ("gguf", "r.gguf")];
+    for (dialect, name) in dialects {
+        let path = out(name);
+        if path.is_file() {
+            std::fs::remove_file(&path).expect("a file of an earlier run");
+        }
+        let path = path.to_str().expect("text");
+        stdout(llama(&["quantize", reference, path, "--dialect", dialect]).output().unwrap());
+        reports.push(json(path));
+    }
+    let first = figures(&reports[0]);
+    assert!(first.iter().all(|figure| *figure > 0.0), "{}", reports[0]);
+    for report in &reports {
+        for (figure, expected) in figures(report).into_iter().zip(&first) {
+            assert!((figure - expected).abs() < 1e-3 * expected, "{figure}, {expected}: {report}");
+        }
+        assert_eq!(report["quantized"], 28, "{report}");
+    }
+
+    let folder = out("report-ct-damaged");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    for entry in
+        std::fs::read_dir(Path::new(env!("CARGO_TARGET_TMPDIR")).join("report-ct")).unwrap()
+    {
+        let path = entry.expect("an entry").path();
+        std::fs::copy(&path, folder.join(path.file_name().expect("a name"))).expect("a copy");
+    }
+    let layer = "model.layers.2.mlp.up_proj.weight";
+    damage(&folder.join("model.safetensors"), &format!("{layer}_scale"));
+    let path = folder.to_str().expect("text");
+    let report = json(path);
+    assert_eq!(report["weights"][0]["name"], layer, "{report}");
+    assert!(figures(&report)[3] > 1.5 * first[3], "the divergence grows: {report}");
+    let page = out("report").with_extension("html");
+    let page = page.to_str().expect("text");
+    let arguments = ["report", path, "--reference", reference, "--html", page];
+    let held_out = ["--text", end, "--window", "64", "--stride", "32"];
+    let mut command = llama(&[&arguments[..], &held_out].concat());
+    let text = stdout(command.env("COLUMNS", "80").output().unwrap());
+    assert!(text.contains(&format!("worst: {layer}, error of outputs ")), "{text}");
+    let long = |line: &&str| line.chars().count() > 80 && !line.contains(path);
+    assert_eq!(text.lines().find(long), None, "{text}");
+    let page = std::fs::read_to_string(page).expect("a page");
+    assert!(page.contains("end.txt") && page.contains("<svg"), "{page}");
+}

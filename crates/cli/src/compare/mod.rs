@@ -71,7 +71,7 @@ Exit codes: 0 every weight is the same or within the tolerance; 1 a weight diffe
 missing in A or B, or cannot be compared (another shape, NaN); 2 the command or a file is wrong; \
 3 the machine failed.";
 
-fn html_file(name: &str) -> Result<PathBuf, String> {
+pub(crate) fn html_file(name: &str) -> Result<PathBuf, String> {
     file_ending(name, &["html", "htm"])
 }
 
@@ -84,8 +84,8 @@ fn tolerance(text: &str) -> Result<f64, String> {
 
 /// Sums of squares over a weight, and its largest difference.
 #[derive(Default, Clone, Copy)]
-struct Sums {
-    squares: [f64; 2],
+pub(crate) struct Sums {
+    pub(crate) squares: [f64; 2],
     largest: f64,
 }
 
@@ -209,7 +209,7 @@ fn row_of(pair: &[Weight<'_>; 2], tolerance: f64, codes: &mut [[u64; 16]; 2]) ->
 
 /// Returns true if a weight is FP4 in A or B, or if only one of them has its quantized format: a
 /// weight that was kept in FP8 or in a type of ggml has no error.
-fn is_changed(pair: &[Weight<'_>; 2]) -> bool {
+pub(crate) fn is_changed(pair: &[Weight<'_>; 2]) -> bool {
     let is_fp4 = |weight: &Weight<'_>| matches!(weight.value, Value::Fp4(_));
     let kinds_differ = pair[0].kind() != pair[1].kind();
     pair.iter().any(is_fp4) || (kinds_differ && pair.iter().any(is_quantized))
@@ -244,7 +244,7 @@ fn difference(pair: &[Weight<'_>; 2]) -> Result<Sums, String> {
 }
 
 /// The sums over values that can be subtracted; otherwise, why some cannot.
-fn sums_of(
+pub(crate) fn sums_of(
     a: impl Iterator<Item = f64>,
     b: impl Iterator<Item = f64>,
 ) -> Result<Sums, &'static str> {

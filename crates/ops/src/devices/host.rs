@@ -2,11 +2,12 @@
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{Element, FloatDType, TensorData, bf16, f16};
+use burn::tensor::{DType, Element, FloatDType, TensorData, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
-use burn_fp4_search::{Activations, Fp4Scheme, Hadamard, Importance};
+use burn_fp4_search::{Activations, Fp4Scheme, GramLayout, Hadamard, Importance};
 
 use super::extension::Fp4Backend;
+use super::portable::gram;
 use super::portable::on_host::{OwnedImportance, read};
 use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
@@ -208,6 +209,26 @@ impl<B: HostDevice> Fp4Backend for B {
             host::hadamard(values, view, hadamard, inverse, output).expect(CHECKED);
         }));
         B::float_from_data(output, &device)
+    }
+
+    fn fp4_add_gram(
+        sums: FloatTensor<Self>,
+        activations: FloatTensor<Self>,
+        layout: GramLayout,
+        first: usize,
+    ) -> FloatTensor<Self> {
+        if sums.dtype() != DType::F64 {
+            let matmul = Self::fp4_deterministic_matmul;
+            return gram::add_gram::<Self>(sums, activations, layout, first, matmul);
+        }
+        let (device, shape) = (sums.device(), sums.shape());
+        let sums = burn::tensor::read_sync(B::float_into_data(sums));
+        let sums = sums.expect("memory of the host can be read").try_into_vec::<f64>();
+        let mut sums = sums.expect("the dtype is f64");
+        let activations = B::contiguous(B::float_cast(activations, FloatDType::F32));
+        let Values::F32(values) = B::values(&activations) else { unreachable!("cast to f32") };
+        host::add_gram(&mut sums, values, layout, first);
+        B::float_from_data(TensorData::new(sums, shape), &device)
     }
 
     fn fp4_squared_error(

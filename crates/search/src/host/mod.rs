@@ -19,6 +19,7 @@
 //! | `four_over_six.rs`, `sse.rs`, `hessian.rs`, `coordinate_descent.rs` | searches |
 //! | `admm.rs`, `solution.rs` | ADMM, one block at a time                                   |
 //! | `gptq.rs`                | GPTQ, whose errors propagate from block to block            |
+//! | `gram.rs`                | `X^T X` of activations, in tiles                            |
 //! | `matmul.rs`, `decode.rs` | products with packed weights, decoded in groups             |
 //! | `panels.rs`              | their products, while they are computed                     |
 //! | `int8_matmul.rs`         | the same with inputs rounded to 8-bit integers              |
@@ -47,6 +48,7 @@ mod element;
 mod fake_quantize;
 mod four_over_six;
 mod gptq;
+mod gram;
 mod hadamard;
 mod hessian;
 mod int8_input;
@@ -76,6 +78,7 @@ pub use decoder::{
 pub use dequantize::{PackedView, dequantize, squared_error};
 pub use element::HostElement;
 pub use fake_quantize::{DequantTarget, fake_quantize};
+pub use gram::add_gram;
 pub use hadamard::hadamard;
 pub use int8_weight::{INT8_BLOCK, Int8Weight, int8_weight_matmul, quantize_int8};
 pub use matmul::matmul;

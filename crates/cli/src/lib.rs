@@ -1,4 +1,5 @@
-//! `fp4`, 4-bit floating point on the command line. `fp4 --help` says what it does.
+//! `fp4`, 4-bit floating point on the command line. `fp4 --help` says what it does. The page of
+//! [`report`] is public: programs that run a model add what a forward pass tells.
 //!
 //! | file             | what it holds                                                         |
 //! |------------------|-----------------------------------------------------------------------|
@@ -6,6 +7,7 @@
 //! | `convert.rs`     | `fp4 convert`: the same numbers in another dialect                    |
 //! | `inspect.rs`     | `fp4 inspect`: the weights of a checkpoint, and its defects           |
 //! | `compare/`       | `fp4 compare`: the difference of two checkpoints, and a page of it    |
+//! | `report/`        | `fp4 report`: a finished model against its original, on one page      |
 //! | `evaluate/`      | `fp4 evaluate`: methods compared on weights and activations of a file |
 //! | `formats.rs`     | `fp4 formats`: tables of codes, and of programs that read dialects    |
 //! | `completions.rs` | `fp4 completions`: for shells                                         |
@@ -52,6 +54,7 @@ mod progress;
 mod quantize;
 mod readers;
 mod remarks;
+pub mod report;
 mod size;
 mod table;
 mod unheld;
@@ -60,6 +63,8 @@ use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+pub use error::CliError;
 
 /// 4-bit floating point (NVFP4, MXFP4) for neural network weights.
 #[derive(Parser)]
@@ -84,6 +89,7 @@ enum Command {
     Convert(convert::Arguments),
     Inspect(inspect::Arguments),
     Compare(compare::Arguments),
+    Report(report::Arguments),
     Evaluate(evaluate::Arguments),
     Formats(formats::Arguments),
     Completions(completions::Arguments),
@@ -129,7 +135,8 @@ fn refuse(error: &clap::Error) -> ! {
     std::process::exit(code)
 }
 
-fn main() -> ExitCode {
+/// Runs the command of the arguments of this process, and returns its exit code.
+pub fn run() -> ExitCode {
     // Two columns of words have no room on a narrow terminal.
     let narrow = table::width().is_some_and(|width| usize::from(width) < COLUMNS);
     let found = Arguments::command().next_line_help(narrow).try_get_matches();
@@ -140,6 +147,7 @@ fn main() -> ExitCode {
         Command::Convert(arguments) => convert::run(&arguments).map(|()| 0),
         Command::Inspect(arguments) => inspect::run(&arguments).map(|()| 0),
         Command::Compare(arguments) => compare::run(&arguments).map(u8::from),
+        Command::Report(arguments) => report::run(&arguments).map(|()| 0),
         Command::Evaluate(arguments) => evaluate::run(&arguments).map(|()| 0),
         Command::Formats(arguments) => formats::run(&arguments).map(|()| 0),
         Command::Completions(arguments) => {

@@ -1,0 +1,118 @@
+//! `llama report`: reports how good a finished model is, on one page.
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use burn::nn::Linear;
+use burn::tensor::Device;
+use burn_fp4::{Calibration, CalibrationOptions, Fp4Linear};
+use burn_fp4_cli::report::{Output, Report, Text};
+use llama::{Fidelity, Folder, Llama, Tokens, Windows, batch_of, fidelity};
+
+use super::{BOOK, DeviceOptions, HELD_OUT};
+
+/// Report how good a finished model is, on one page: perplexity and divergence on texts against the
+/// original, errors of weights and outputs by layer, bits, saturation, and readers.
+///
+/// The model may be in any dialect. It needs no config.json and no tokenizer: those of the
+/// reference count. `fp4 report` prints the page without a forward pass.
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Finished model: a Hugging Face folder, or a safetensors or GGUF file with its names.
+    model: PathBuf,
+    /// Hugging Face folder of the original model.
+    #[arg(long, value_name = "DENSE")]
+    reference: PathBuf,
+    /// Text file to predict, all of it; may be repeated. Defaults to the end of Genesis.
+    #[arg(long = "text", value_name = "FILE")]
+    texts: Vec<PathBuf>,
+    /// Windows of the texts on which the errors of outputs are measured, spread evenly.
+    #[arg(long, default_value_t = 32)]
+    output_windows: usize,
+    #[command(flatten)]
+    windows: Windows,
+    #[command(flatten)]
+    device: DeviceOptions,
+    #[command(flatten)]
+    output: Output,
+}
+
+/// Name of a text, and its tokens.
+type Named = (String, Vec<u32>);
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> Result<()> {
+    let device = arguments.device.device()?;
+    let reference_folder = Folder::open(&arguments.reference)?;
+    let folder = Folder::open_beside(&arguments.model, &reference_folder)?;
+    let texts = texts(&arguments.texts, &reference_folder)?;
+    let (reference, _) = reference_folder.load::<Linear>(&device)?;
+    let (model, _) = folder.load::<Fp4Linear>(&device)?;
+    let measured = texts.iter().map(|(name, tokens)| {
+        let mut found = fidelity(&[&model], &reference, tokens, arguments.windows, &device)?;
+        Ok(text(name.clone(), &found.remove(0)))
+    });
+    let measured = measured.collect::<Result<Vec<Text>>>()?;
+    drop(model);
+    let inputs = inputs(arguments, &reference, &texts, &device)?;
+    let gram = |name: &str| {
+        let path = name.strip_prefix("model.").unwrap_or(name);
+        // A tied embedding multiplies as `lm_head` along its second axis.
+        inputs.get(path, 0).or_else(|| inputs.get(path, 1))
+    };
+    let report = Report::new(folder.checkpoint(), reference_folder.checkpoint(), gram)?;
+    Ok(arguments.output.write(&report.with_texts(measured))?)
+}
+
+/// Reads and tokenizes the texts.
+fn texts(paths: &[PathBuf], folder: &Folder) -> Result<Vec<Named>> {
+    let tokenizer = folder.tokenizer()?;
+    if paths.is_empty() {
+        let tokens = Tokens::new(&tokenizer, BOOK, HELD_OUT)?;
+        return Ok(vec![("end of Genesis".to_owned(), tokens.held_out().to_vec())]);
+    }
+    let read = |path: &PathBuf| {
+        let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let tokens = Tokens::new(&tokenizer, &text, 1.0)?;
+        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+        Ok((name, tokens.held_out().to_vec()))
+    };
+    paths.iter().map(read).collect()
+}
+
+/// Sums up the inputs of each layer of the reference over windows of the texts.
+fn inputs(
+    arguments: &Arguments,
+    reference: &Llama<Linear>,
+    texts: &[Named],
+    device: &Device,
+) -> Result<Calibration> {
+    let (length, wanted) = (arguments.windows.window, arguments.output_windows);
+    ensure!(wanted > 0, "--output-windows: expected at least 1, found 0");
+    let all: Vec<&[u32]> =
+        texts.iter().flat_map(|(_, tokens)| tokens.chunks_exact(length)).collect();
+    ensure!(
+        !all.is_empty(),
+        "the texts: no window of {length} tokens; pass a longer --text or a smaller --window"
+    );
+    let chosen: Vec<&[u32]> = all.iter().step_by(all.len().div_ceil(wanted)).copied().collect();
+    let batch = |windows: &[&[u32]]| batch_of(&windows.concat(), length, device);
+    let batches: Vec<_> = chosen.chunks(arguments.windows.batch).map(batch).collect();
+    let calibration = Calibration::of(reference).options(CalibrationOptions::default());
+    Ok(calibration.run(batches, Llama::forward)?)
+}
+
+fn text(name: String, found: &Fidelity) -> Text {
+    Text {
+        name,
+        tokens: found.perplexity.tokens,
+        perplexity: found.perplexity.perplexity,
+        reference_perplexity: found.reference.perplexity,
+        difference: found.difference.nats,
+        standard_error: found.difference.standard_error,
+        divergence: found.divergence.mean,
+        divergence_percentile_99: found.divergence.percentile_99,
+        top1_agreement_percent: found.top1_agreement_percent,
+    }
+}

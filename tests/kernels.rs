@@ -631,7 +631,7 @@ fn products_of_a_family_are_those_of_each_weight() {
         (1, &[64, 16, 16][..], 256, Fp4Scheme::nvfp4(), false),
         (1, &[4096, 1024, 1024], 512, Fp4Scheme::nvfp4(), true),
         (3, &[40, 7], 1280, Fp4Scheme::mxfp4(), true),
-        (8, &[1, 33, 20], 768, by_row, true),
+        (8, &[5, 33, 20], 768, by_row, true),
         (16, &[2000, 3000, 4000], 512, Fp4Scheme::nvfp4(), false),
         (16, &[6144, 2048], 256, Fp4Scheme::mxfp4(), false),
     ] {

@@ -18,9 +18,11 @@
 //! |--------------|------------------------------------------------------------------------------|
 //! | `mod.rs`     | the fuser, and its registration                                              |
 //! | `pattern.rs` | the operations that are fused                                                |
+//! | `pending.rs` | the operations that wait for another product of their family                 |
 //! | `run.rs`     | the fused product or lookup                                                  |
 
 mod pattern;
+pub(crate) mod pending;
 mod run;
 
 use std::sync::OnceLock;
@@ -46,7 +48,12 @@ pub(crate) fn init() -> Result<(), OpsError> {
     #[cfg(feature = "cuda")]
     keep_kernels();
     REGISTERED
-        .get_or_init(|| register(Provider).inspect(|()| queues::register()))
+        .get_or_init(|| {
+            register(Provider).inspect(|()| {
+                queues::register();
+                pending::watch();
+            })
+        })
         .clone()
         .map_err(|error| OpsError::Registration(error.to_string()))
 }

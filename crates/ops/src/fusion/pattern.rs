@@ -130,6 +130,12 @@ impl Pattern {
             && self.members.iter().all(|member| member.adapter.is_none())
     }
 
+    /// Returns true if the product of the last weight is matched, and another weight may follow.
+    pub(super) fn awaits_a_member(&self) -> bool {
+        let reader = self.members.last().and_then(|member| member.reader.as_ref());
+        matches!(reader, Some(Reader::Product(_))) && self.takes_a_member()
+    }
+
     fn accept_dequantize(&mut self, operation: &OperationIr) -> bool {
         let OperationIr::Custom(custom) = operation else { return false };
         let [output] = &custom.outputs[..] else { return false };

@@ -190,6 +190,62 @@ fn any_addend_is_fused_or_added() {
     }
 }
 
+/// Weights that multiply one input, with views and biases between: one launch on a GPU.
+#[test]
+fn families_are_fused() {
+    let _alone = alone();
+    for (name, device, dtypes) in cube_devices() {
+        for (&dtype, bias) in dtypes.iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+            let layer = |outputs| {
+                let mut layer = linear(256, outputs, bias, dtype, &device);
+                layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+                layer
+            };
+            let layers = [layer(64), layer(16), layer(24), layer(40)];
+            let what = |number: usize| format!("{name} {dtype:?} bias {bias} layer {number}");
+            for rows in [1, 3] {
+                let x = random(13, [1, rows, 256], &device).cast(dtype);
+                let (outputs, in_codes) = counted(|| {
+                    let outputs = layers.each_ref().map(|layer| layer.forward(x.clone()));
+                    outputs.map(floats)
+                });
+                assert_eq!(in_codes, fused(4), "{}", what(rows));
+                let (views, in_codes) = counted(|| {
+                    let outputs = layers.each_ref().map(|layer| {
+                        let output = layer.forward(x.clone());
+                        let heads = output.dims()[2] / 8;
+                        output.reshape([1, rows, heads, 8]).swap_dims(1, 2)
+                    });
+                    outputs.map(|heads| floats(heads.swap_dims(1, 2)))
+                });
+                assert_eq!(in_codes, fused(4), "{}", what(rows));
+                for (number, layer) in layers.iter().enumerate() {
+                    assert_product(&what(number), layer, &x, outputs[number].clone());
+                    assert_product(&what(number), layer, &x, views[number].clone());
+                }
+            }
+            // The second weight reads another input, and the last one an output.
+            let (x, y) = (random(14, [2, 256], &device), random(15, [2, 256], &device));
+            let (x, y) = (x.cast(dtype), y.cast(dtype));
+            let square = {
+                let mut square = linear(256, 256, bias, dtype, &device);
+                square.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+                square
+            };
+            let ((first, hidden, last), in_codes) = counted(|| {
+                let first = layers[0].forward(x.clone());
+                let hidden = square.forward(y.clone());
+                let last = layers[1].forward(hidden.clone());
+                (floats(first), hidden, floats(last))
+            });
+            assert_eq!(in_codes, fused(3), "{}", what(0));
+            assert_product(&what(0), &layers[0], &x, first);
+            assert_product(&what(1), &layers[1], &hidden, last);
+            assert_product("square", &square, &y, floats(hidden));
+        }
+    }
+}
+
 #[test]
 fn products_of_tensors_and_of_fp4_linears_are_fused() {
     let _alone = alone();

@@ -186,33 +186,49 @@ impl Device {
             self.floats(output.expect("memory of these lengths"), kernel_dtype)
         };
         let found: Vec<_> = every_plan(&matmul, device).into_iter().map(run).collect();
-
-        let (weight, input, added) = (packed.dequantize(), input.to_f32(), added.to_f32());
-        for at in 0..m * n {
-            let (row, output) = (at / n, at % n);
-            let terms = (0..k).map(|index| {
-                let [x, w] = [input[row * k + index], weight[output * k + index]];
-                f64::from(x) * f64::from(w)
-            });
-            let (mut sum, mut size) =
-                terms.fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs()));
-            if bias.is_some() {
-                sum += f64::from(added[output]);
-                size += f64::from(added[output]).abs();
-            }
-            // Errors of f32 sums, and of one rounding to the dtype.
-            let once = match dtype {
-                Dtype::F32 => 0.0,
-                Dtype::F16 => 2f64.powi(-11),
-                Dtype::Bf16 => 2f64.powi(-8),
-            };
-            for (plan, found) in found.iter().enumerate() {
-                let found = found[at];
-                let near = (f64::from(found) - sum).abs() <= 5e-6 * size + once * sum.abs() + 1e-7;
-                let what = format!("{matmul:?}, plan {plan}, row {row}, output {output}");
-                assert!(near, "{what}: {found}, not {sum}");
-            }
+        let added = bias.is_some().then(|| added.to_f32());
+        let exact = exact_products(&packed.dequantize(), &input.to_f32(), added.as_deref(), k);
+        for (plan, found) in found.iter().enumerate() {
+            assert_products(&format!("{matmul:?}, plan {plan}"), found, &exact, dtype);
         }
+    }
+
+    /// Multiplies an input with all weights of a family at once, if the device takes it. Returns
+    /// true if it does.
+    fn check_family(
+        &self,
+        m: usize,
+        lengths: &[usize],
+        k: usize,
+        scheme: Fp4Scheme,
+        dtype: Dtype,
+        bias: bool,
+    ) -> bool {
+        let random = |rows, cols, seed| {
+            Dense::new(rows, cols, &Kind::Outliers.values(rows * cols, seed), dtype)
+        };
+        let (format, block_size) = (scheme.format(), scheme.block_size);
+        let of = |&n: &usize| Matmul { m, n, k, format, block_size, dtype: kernel_dtype(dtype) };
+        let matmuls: Vec<_> = lengths.iter().map(of).collect();
+        let Some(family) = Matmul::family(&matmuls, &self.capability) else { return false };
+        let input = random(m, k, 2);
+        let (mut weights, mut exact) = (Vec::new(), Vec::new());
+        for (seed, &n) in (3..).step_by(2).zip(lengths) {
+            let (weight, added) = (random(n, k, seed), random(1, n, seed + 1));
+            let packed = oracle(&weight.to_f32(), n, k, &scheme).expect("valid");
+            weights.push((self.upload_packed(&packed), bias.then(|| self.upload(&added))));
+            let added = bias.then(|| added.to_f32());
+            let (weight, input) = (packed.dequantize(), input.to_f32());
+            exact.push(exact_products(&weight, &input, added.as_deref(), k));
+        }
+        let outputs = family.run(&self.client, weights, self.upload(&input), None);
+        for (output, (exact, matmul)) in
+            outputs.expect("memory of these lengths").into_iter().zip(exact.iter().zip(&matmuls))
+        {
+            let found = self.floats(output, kernel_dtype(dtype));
+            assert_products(&format!("{matmul:?} of {lengths:?}"), &found, exact, dtype);
+        }
+        true
     }
 
     fn check_hadamard(&self, dense: &Dense, view: View, transform: Hadamard, inverse: bool) {
@@ -303,6 +319,38 @@ impl Device {
                 "{what}: squared error {found}, not {expected}"
             );
         }
+    }
+}
+
+/// Computes products of rows of k values, plus a bias, and the sums of magnitudes.
+fn exact_products(
+    weight: &[f32],
+    input: &[f32],
+    bias: Option<&[f32]>,
+    k: usize,
+) -> Vec<(f64, f64)> {
+    let rows = input.chunks(k).flat_map(|input| {
+        weight.chunks(k).enumerate().map(move |(output, weight)| {
+            let terms = input.iter().zip(weight).map(|(&x, &w)| f64::from(x) * f64::from(w));
+            let bias = bias.map_or(0.0, |bias| f64::from(bias[output]));
+            terms.fold((bias, bias.abs()), |(sum, size), term| (sum + term, size + term.abs()))
+        })
+    });
+    rows.collect()
+}
+
+/// Compares outputs with exact products, within the errors of f32 sums and of one rounding to the
+/// dtype.
+fn assert_products(what: &str, found: &[f32], exact: &[(f64, f64)], dtype: Dtype) {
+    let once = match dtype {
+        Dtype::F32 => 0.0,
+        Dtype::F16 => 2f64.powi(-11),
+        Dtype::Bf16 => 2f64.powi(-8),
+    };
+    assert_eq!(found.len(), exact.len(), "{what}");
+    for (at, (&found, &(sum, size))) in found.iter().zip(exact).enumerate() {
+        let near = (f64::from(found) - sum).abs() <= 5e-6 * size + once * sum.abs() + 1e-7;
+        assert!(near, "{what}, output {at}: {found}, not {sum}");
     }
 }
 
@@ -570,6 +618,28 @@ fn products_straight_from_the_codes() {
     for (number, (m, n, k, scheme, bias)) in shapes.into_iter().enumerate() {
         for dtype in in_turn(&Dtype::ALL, number) {
             device.check_product(m, n, k, scheme, dtype, bias);
+        }
+    }
+}
+
+/// Only devices with matrix instructions of a plane take families.
+#[test]
+fn products_of_a_family_are_those_of_each_weight() {
+    let device = Device::new();
+    let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    for (m, lengths, k, scheme, bias) in [
+        (1, &[64, 16, 16][..], 256, Fp4Scheme::nvfp4(), false),
+        (1, &[4096, 1024, 1024], 512, Fp4Scheme::nvfp4(), true),
+        (3, &[40, 7], 1280, Fp4Scheme::mxfp4(), true),
+        (8, &[5, 33, 20], 768, by_row, true),
+        (16, &[2000, 3000, 4000], 512, Fp4Scheme::nvfp4(), false),
+        (16, &[6144, 2048], 256, Fp4Scheme::mxfp4(), false),
+    ] {
+        for dtype in [Dtype::F16, Dtype::Bf16] {
+            let taken = device.check_family(m, lengths, k, scheme, dtype, bias);
+            // f16 has no room for the block scales of MXFP4.
+            let takes = dtype == Dtype::Bf16 || scheme.format() == Fp4Format::NvFp4;
+            assert_eq!(taken, device.capability.mma && takes, "{m} x {k} x {lengths:?} {dtype:?}");
         }
     }
 }

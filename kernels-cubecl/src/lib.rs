@@ -68,7 +68,7 @@ pub use fake_quantize::fake_quantize;
 pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
-pub use matmul::{Matmul, MatmulPlan, Prefetch};
+pub use matmul::{FamilyPlan, Matmul, MatmulPlan, Prefetch};
 pub use packed::PackedHandles;
 pub use plan::{
     Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, ThreadTile, TileSharing,

@@ -67,6 +67,7 @@ impl<const D: usize> Fp4Tensor<D> {
         tensor_scale: Tensor<1, Int>,
         layout: Fp4Layout,
     ) -> Result<Self, OpsError> {
+        let [codes, scales] = [codes, scales].map(without_padding);
         let tensor = Self::from_parts_unread(codes, scales, tensor_scale, layout)?;
         tensor.check_scales()?;
         Ok(tensor)
@@ -230,7 +231,7 @@ impl<const D: usize> Fp4Tensor<D> {
         // Dequantization and the product that reads it have to follow each other in the stream.
         #[cfg(feature = "cube")]
         if crate::fusion::is_active(&self.device()) {
-            crate::devices::cube::queues::flush(&self.device());
+            crate::devices::cube::queues::flush_for_product(&self.device());
         }
         let (packed, layout) = self.into_primitive();
         // Engines write the dtypes they read; any other is cast from f32.
@@ -345,10 +346,21 @@ impl<const D: usize> Fp4Tensor<D> {
         check_shape("packed matrix", &[layout.rows(), shape[axis]], &found)?;
         packed.validate()?;
         let packed = Fp4Primitive::<Dispatch>::from_packed(packed, |data, _its_own_dtype| {
-            Dispatch::int_from_data(weight_data(data, device), device.as_dispatch())
+            // A vector has no padding; see `without_padding`.
+            let (bytes, shape, dtype) = data.into_parts();
+            let data = TensorData::from_bytes(bytes, [shape.num_elements()], dtype);
+            let data = weight_data(data, device);
+            Dispatch::int_reshape(Dispatch::int_from_data(data, device.as_dispatch()), shape)
         });
         Ok(Self::from_primitive(packed, layout))
     }
+}
+
+/// Returns a matrix without padding between its rows, which CUDA uploads a matrix with if the bytes
+/// of a row are not a multiple of its alignment. Kernels read no padding: each product would copy.
+fn without_padding(part: Tensor<2, Int>) -> Tensor<2, Int> {
+    let shape = part.dims();
+    part.flatten::<1>(0, 1).reshape(shape)
 }
 
 impl Fp4Tensor<2> {

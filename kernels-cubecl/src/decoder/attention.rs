@@ -10,7 +10,8 @@
 //!     weights = exp(scores - their maximum); keep the maximum and the sum
 //!     output[query] = weights x values: units add their positions, then are added in order
 //! a cube takes a query head:
-//!     scale the outputs of the tiles to one maximum, add them in order, divide by the sum
+//!     parts of its units take turns along the tiles, and scale their outputs to one maximum
+//!     add the parts in order, scaled to one maximum; divide by the sum
 //! ```
 //!
 //! Tiles beyond the token's position do nothing. All arithmetic is f32, in an order that depends
@@ -122,8 +123,9 @@ pub fn check_attention(shape: &AttentionShape, positions: usize) -> Result<(), R
     Ok(())
 }
 
-/// Values in f32 that a cube keeps in shared memory, besides queries and weights.
-const SHARED: u32 = 8192;
+/// Values in f32 that a cube keeps in shared memory, besides queries and weights: 36 of the 48 KiB
+/// that each device with planes has.
+const SHARED: u32 = 9216;
 
 /// Sizes of the attention of a cube.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -140,6 +142,8 @@ struct Plan {
     head_dim: u32,
     /// Channels of a vector.
     vector: u32,
+    /// Units per channel of the cube that adds the tiles.
+    parts: u32,
 }
 
 impl Plan {
@@ -158,11 +162,14 @@ impl Plan {
         // Barriers are slow where there are no planes.
         let most_units = if plane > 1 { 256 } else { 16 };
         // A power of two, so that planes are whole.
-        let units = 1 << (SHARED / (vector * queries)).min(most_units).ilog2();
+        let units = 1 << (SHARED / (vector * queries + 1)).min(most_units).ilog2();
         let units = units.max(columns.next_power_of_two());
         let most_tile = if plane > 1 { 64 } else { 8 };
-        let tile = (SHARED / (columns * queries)).min(most_tile);
-        Self { units, plane, tile, queries, groups: of_key_head / queries, head_dim, vector }
+        let tile = (SHARED / ((columns + 1) * queries)).min(most_tile);
+        // Barriers again.
+        let most_parts = if plane > 1 { 1024 / head_dim.next_power_of_two() } else { 1 };
+        let parts = most_parts.min(8);
+        Self { units, plane, tile, queries, groups: of_key_head / queries, head_dim, vector, parts }
     }
 
     /// Vectors of a head.
@@ -173,6 +180,25 @@ impl Plan {
     /// Positions that the units of a cube load at a time.
     const fn step(&self) -> u32 {
         self.units / self.columns()
+    }
+
+    /// Values between the products of two positions in shared memory. It is odd, so that a plane
+    /// that reads a column of 32 positions uses 32 banks.
+    const fn product_stride(&self) -> u32 {
+        self.columns() + 1
+    }
+
+    /// Values between the outputs of two positions in shared memory. Planes that write two
+    /// positions of 16 columns use 32 banks.
+    const fn output_stride(&self) -> u32 {
+        self.queries * self.head_dim + self.columns()
+    }
+
+    /// Values in shared memory: first the products of columns, then the outputs of positions.
+    const fn shared(&self) -> u32 {
+        let products = self.queries * self.tile * self.product_stride();
+        let outputs = self.step() * self.output_stride();
+        if products > outputs { products } else { outputs }
     }
 }
 
@@ -220,7 +246,7 @@ fn launch<F: Float>(
         combine_kernel::launch_unchecked::<F>(
             client,
             CubeCount::Static(heads as u32, batch as u32, 1),
-            CubeDim::new_1d(plan.head_dim.next_power_of_two()),
+            CubeDim::new_1d(plan.parts * plan.head_dim.next_power_of_two()),
             BufferArg::from_raw_parts(partial, outputs * head_dim),
             BufferArg::from_raw_parts(softmax, 2 * outputs),
             BufferArg::from_raw_parts(position, 1),
@@ -291,7 +317,7 @@ fn attend_kernel<F: Float, N: Size>(
     last: u32,
     #[comptime] plan: Plan,
 ) {
-    let Plan { units, plane, tile, queries: rows, groups, head_dim, vector } = comptime!(plan);
+    let Plan { units, plane, tile, queries: rows, groups, head_dim, vector, .. } = comptime!(plan);
     let columns = comptime!(plan.columns());
     let half = comptime!(plan.columns() / 2);
     let step = comptime!(plan.step());
@@ -346,35 +372,49 @@ fn attend_kernel<F: Float, N: Size>(
         let from = (first_query + row) * columns + pair;
         let (first, second) = (queries[from as usize], queries[(from + half) as usize]);
         let (low, high) = rotated::<F, N>(first, second, cos, sin, angles + pair * vector, vector);
+        // Columns of one channel are side by side, as units read them.
         #[unroll]
         for index in 0..vector {
-            let to = row * head_dim + pair * vector + index;
+            let to = (row * vector + index) * columns + pair;
             rotated_queries[to as usize] = low[index as usize] * scale;
-            rotated_queries[(to + comptime!(head_dim / 2)) as usize] = high[index as usize] * scale;
+            rotated_queries[(to + half) as usize] = high[index as usize] * scale;
         }
         at += units;
     }
     sync_cube();
 
-    // First the products of columns, then the outputs of units.
-    let most =
-        comptime!(if columns * tile > step * head_dim { columns * tile } else { step * head_dim });
-    let mut shared = Shared::<[f32]>::new_slice(comptime!((rows * most) as usize));
+    // Registers: all positions of a unit need the same column of the queries.
+    let mut query = Array::<f32>::new(comptime!((rows * vector) as usize));
+    #[unroll]
+    for index in 0..comptime!(rows * vector) {
+        query[index as usize] = rotated_queries[(comptime!(index * columns) + column) as usize];
+    }
+    let product_stride = comptime!(plan.product_stride());
+    let output_stride = comptime!(plan.output_stride());
+    let mut shared = Shared::<[f32]>::new_slice(comptime!(plan.shared() as usize));
     #[unroll]
     for index in 0..steps {
         let in_tile = place + comptime!(index * step);
         let key = loaded_keys[index as usize];
+        let mut products = Array::<f32>::new(comptime!(rows as usize));
         #[unroll]
         for row in 0..rows {
-            let mut product = 0.0f32.runtime();
+            products[row as usize] = 0.0f32.runtime();
+        }
+        #[unroll]
+        for channel in 0..vector {
+            let key = f32::cast_from(key.extract(comptime!(channel as usize)));
             #[unroll]
-            for channel in 0..comptime!(vector as usize) {
-                let query = rotated_queries
-                    [(comptime!(row * head_dim) + column * vector + channel as u32) as usize];
-                product = fma(query, f32::cast_from(key.extract(channel)), product);
+            for row in 0..rows {
+                let query = query[comptime!((row * vector + channel) as usize)];
+                products[row as usize] = fma(query, key, products[row as usize]);
             }
-            if place < step && in_tile < tile {
-                shared[((column * rows + row) * tile + in_tile) as usize] = product;
+        }
+        if place < step && in_tile < tile {
+            #[unroll]
+            for row in 0..rows {
+                let to = (comptime!(row * tile) + in_tile) * product_stride + column;
+                shared[to as usize] = products[row as usize];
             }
         }
     }
@@ -390,9 +430,10 @@ fn attend_kernel<F: Float, N: Size>(
         let mut at = lane;
         while at < count {
             let mut score = 0.0f32.runtime();
+            let from = (row * tile + at) * product_stride;
             #[unroll]
             for column in 0..columns {
-                score += shared[((column * rows + row) * tile + at) as usize];
+                score += shared[(from + column) as usize];
             }
             weights[(row * tile + at) as usize] = score;
             largest = max(largest, score);
@@ -447,8 +488,8 @@ fn attend_kernel<F: Float, N: Size>(
         if place < step {
             #[unroll]
             for channel in 0..vector {
-                let to = (place * rows + row) * head_dim + column * vector + channel;
-                shared[to as usize] = sums[channel as usize];
+                let to = place * output_stride + comptime!((row * vector + channel) * columns);
+                shared[(to + column) as usize] = sums[channel as usize];
             }
         }
     }
@@ -459,16 +500,17 @@ fn attend_kernel<F: Float, N: Size>(
         let mut sum = shared[at as usize];
         #[unroll]
         for place in 1..step {
-            sum += shared[(comptime!(place * rows * head_dim) + at) as usize];
+            sum += shared[(comptime!(place * output_stride) + at) as usize];
         }
-        let (row, channel) = (at / head_dim, at % head_dim);
-        let to = ((first_query + row) * tiles + CUBE_POS_X) * head_dim + channel;
+        // In the order of shared memory: the next kernel puts channels in their places.
+        let (row, slot) = (at / head_dim, at % head_dim);
+        let to = ((first_query + row) * tiles + CUBE_POS_X) * head_dim + slot;
         partial[to as usize] = sum;
         at += units;
     }
 }
 
-/// Runs the second loop at the head of this file; a unit takes a channel.
+/// Runs the second loop at the head of this file.
 #[cube(launch_unchecked)]
 fn combine_kernel<F: Float>(
     partial: &[f32],
@@ -479,26 +521,59 @@ fn combine_kernel<F: Float>(
     last: u32,
     #[comptime] plan: Plan,
 ) {
-    let head_dim = comptime!(plan.head_dim);
-    if UNIT_POS >= head_dim {
-        terminate!();
-    }
+    let Plan { head_dim, vector, parts, .. } = comptime!(plan);
+    let columns = comptime!(plan.columns());
+    let width = comptime!(head_dim.next_power_of_two());
     let head = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
     let count = position_of(position, last) / comptime!(plan.tile) + 1;
     let first = head * tiles;
-    let mut largest = softmax[(2 * first) as usize];
-    for tile in 1..count {
+    let (part, slot) = (UNIT_POS / width, UNIT_POS % width);
+    // A part without tiles has a sum of 0.
+    let mut largest = f32::min_value();
+    let mut tile = part;
+    while tile < count {
         largest = max(largest, softmax[(2 * (first + tile)) as usize]);
+        tile += parts;
     }
     let mut sum = 0.0f32.runtime();
     let mut total = 0.0f32.runtime();
-    for tile in 0..count {
+    let mut tile = part;
+    while tile < count {
         let at = first + tile;
         let factor = (softmax[(2 * at) as usize] - largest).exp();
         sum = fma(factor, softmax[(2 * at + 1) as usize], sum);
-        total = fma(factor, partial[(at * head_dim + UNIT_POS) as usize], total);
+        // Units beyond the head repeat its last value, and store nothing.
+        let from = at * head_dim + min(slot, comptime!(head_dim - 1));
+        total = fma(factor, partial[from as usize], total);
+        tile += parts;
     }
-    output[(head * head_dim + UNIT_POS) as usize] = F::cast_from(total / sum);
+    if comptime!(parts > 1) {
+        let mut largests = Shared::<[f32]>::new_slice(comptime!(parts as usize));
+        let mut sums = Shared::<[f32]>::new_slice(comptime!(parts as usize));
+        let mut totals = Shared::<[f32]>::new_slice(comptime!((parts * width) as usize));
+        if slot == 0u32 {
+            largests[part as usize] = largest;
+            sums[part as usize] = sum;
+        }
+        totals[UNIT_POS as usize] = total;
+        sync_cube();
+        #[unroll]
+        for part in 0..parts {
+            largest = max(largest, largests[part as usize]);
+        }
+        sum = 0.0f32.runtime();
+        total = 0.0f32.runtime();
+        #[unroll]
+        for part in 0..parts {
+            let factor = (largests[part as usize] - largest).exp();
+            sum = fma(factor, sums[part as usize], sum);
+            total = fma(factor, totals[(comptime!(part * width) + slot) as usize], total);
+        }
+    }
+    if part == 0u32 && slot < head_dim {
+        let channel = slot % columns * vector + slot / columns;
+        output[(head * head_dim + channel) as usize] = F::cast_from(total / sum);
+    }
 }
 
 #[cfg(test)]
@@ -518,10 +593,8 @@ mod tests {
                     let shape = AttentionShape { heads: 2 * queries, head_dim: 2 * half, ..SHAPE };
                     assert_eq!(check_attention(&shape, 9), Ok(()));
                     let plan = Plan::new(&shape, dtype, &device);
-                    let step = plan.step();
-                    let shared = (plan.columns() * plan.tile).max(step * plan.head_dim);
-                    assert!(plan.queries * shared <= SHARED, "{plan:?}");
-                    assert!(step > 0 && plan.tile > 0, "{plan:?}");
+                    assert!(plan.shared() <= SHARED, "{plan:?}");
+                    assert!(plan.step() > 0 && plan.tile > 0 && plan.parts > 0, "{plan:?}");
                     assert_eq!(plan.units % plan.plane, 0, "{plan:?}");
                     assert_eq!(plan.queries * plan.groups, queries as u32, "{plan:?}");
                 }

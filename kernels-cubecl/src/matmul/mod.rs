@@ -14,5 +14,5 @@ mod ptx;
 mod small_m;
 mod wgmma;
 
-pub use plan::{Matmul, MatmulPlan};
+pub use plan::{FamilyPlan, Matmul, MatmulPlan};
 pub use prefetch::Prefetch;

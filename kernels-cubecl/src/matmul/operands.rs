@@ -63,6 +63,19 @@ pub(crate) struct Operands<F: Float, S: Int, W: Size, X: Size> {
     pub(crate) blueprint: MatmulBlueprint,
 }
 
+/// A weight of a family after the first: it multiplies the same input in the same launch.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Member<F: Float, S: Int, W: Size> {
+    pub(crate) weight: PackedIn<S, W>,
+    /// A dummy binding when there is no bias; never read.
+    pub(crate) bias: &'static [F],
+    pub(crate) output: &'static mut [F],
+    /// Packed rows.
+    pub(crate) n: u32,
+    /// Its first cube.
+    pub(crate) first_cube: u32,
+}
+
 /// Widths of a kernel's loads.
 pub(crate) struct Widths {
     /// Codes of a vector.
@@ -75,6 +88,15 @@ pub(crate) struct Widths {
     pub(crate) k_tile: usize,
 }
 
+/// A weight of a family after the first, in device memory.
+#[derive(Clone)]
+pub(super) struct MemberHandles {
+    pub(super) weight: PackedHandles,
+    pub(super) bias: Option<Handle>,
+    pub(super) output: Handle,
+    pub(super) n: usize,
+}
+
 /// Operands of a matmul in device memory.
 #[derive(Clone)]
 pub(super) struct OperandHandles {
@@ -83,6 +105,8 @@ pub(super) struct OperandHandles {
     pub(super) bias: Option<Handle>,
     /// The next matmul's weight, if the kernel prefetches it.
     pub(super) prefetch: Option<Prefetch>,
+    /// Packed rows of the launch.
+    pub(super) rows: usize,
 }
 
 /// Returns the operands of a launch.
@@ -92,7 +116,7 @@ pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
     blueprint: MatmulBlueprint,
     widths: Widths,
 ) -> OperandsLaunch<F, S, W, X> {
-    let OperandHandles { weight, input, bias, prefetch } = handles;
+    let OperandHandles { weight, input, bias, prefetch, rows } = handles;
     let Matmul { m, n, k, .. } = *matmul;
     // SAFETY: the lengths match the matmul.
     unsafe {
@@ -103,7 +127,7 @@ pub(super) fn operands<F: Float, S: Int, W: Size, X: Size>(
                 Some(bias) => BufferArg::from_raw_parts(bias, n),
                 None => BufferArg::from_raw_parts(input, m * k),
             },
-            prefetch.and_then(|next| next.read(matmul)).into(),
+            prefetch.and_then(|next| next.read(&Matmul { n: rows, ..*matmul })).into(),
             MatmulDimsLaunch::new(m as u32, n as u32, (k / widths.k_tile) as u32),
             blueprint,
         )
@@ -118,10 +142,22 @@ pub(crate) fn epilogue<F: Float, S: Int, W: Size, X: Size>(
     row: u32,
 ) -> F {
     let blueprint = comptime!(operands.blueprint);
+    epilogue_of::<F, S, W>(&operands.weight, operands.bias, sum, row, blueprint)
+}
+
+/// Returns the output of a packed row of a weight; see [`epilogue`].
+#[cube]
+pub(crate) fn epilogue_of<F: Float, S: Int, W: Size>(
+    weight: &PackedIn<S, W>,
+    bias: &[F],
+    sum: f32,
+    row: u32,
+    #[comptime] blueprint: MatmulBlueprint,
+) -> F {
     let factor = if comptime!(blueprint.by_row) { row } else { 0u32.runtime() };
-    let mut value = sum * f32::reinterpret(operands.weight.tensor_scale[factor as usize]);
+    let mut value = sum * f32::reinterpret(weight.tensor_scale[factor as usize]);
     if comptime!(blueprint.bias) {
-        value += f32::cast_from(operands.bias[row as usize]);
+        value += f32::cast_from(bias[row as usize]);
     }
     narrow::<F>(value, comptime!(blueprint.conversion))
 }

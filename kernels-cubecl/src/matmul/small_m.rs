@@ -9,7 +9,7 @@
 //! | part 0: 64 elements     | part 1                  | part 2       | part 3       |
 //! | 16 bytes   | 16 bytes   |  and the scales of their blocks in one word
 //!
-//! cube: n_planes x k_planes planes
+//! cube: n_planes x k_planes planes, for one weight of a family that multiplies one input
 //! load codes, scales and input of the first two k tiles                (load_k_tile)
 //! prefetch the weight of the next matmul, now or before the last tiles (prefetch_next)
 //! for k_tile in the k tiles, `k_planes` at a time:
@@ -27,33 +27,60 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::fragment::{decode_elements, decode_scales};
-use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
+use super::operands::{
+    MatmulBlueprint, Member, MemberHandles, MemberLaunch, OperandHandles, Operands, Widths,
+    epilogue_of, operands,
+};
 use super::plan::{Matmul, SMALL_M_K_TILE, SmallM};
 use super::prefetch::prefetch_next;
 use crate::numeric::scale_grid::sum_shift;
+use crate::packed::PackedIn;
 
-/// Launches the kernel. `S` holds the block scales that a lane needs of a packed row.
+/// Launches the kernel for a weight, and for the other weights of its family. `S` holds the block
+/// scales that a lane needs of a packed row.
 pub(super) fn launch<F: Float, S: Int>(
     client: &Client,
     handles: OperandHandles,
     output: Handle,
     matmul: &Matmul,
+    family: Vec<MemberHandles>,
     blueprint: MatmulBlueprint,
     plan: SmallM,
 ) {
-    let Matmul { m, n, .. } = *matmul;
+    let Matmul { m, n, k, .. } = *matmul;
     let widths = Widths { codes: 32, scales: 64, input: 8, k_tile: SMALL_M_K_TILE };
+    let cubes = |n: usize| n.div_ceil(plan.tile_n() as usize) as u32;
+    let mut members = SequenceArg::new();
+    let mut first_cube = cubes(n);
+    for MemberHandles { weight, bias, output, n } in family {
+        let input = handles.input.clone();
+        // SAFETY: as below.
+        members.push(unsafe {
+            MemberLaunch::new(
+                weight.read(n * k, widths.codes, widths.scales),
+                match bias {
+                    Some(bias) => BufferArg::from_raw_parts(bias, n),
+                    None => BufferArg::from_raw_parts(input, m * k),
+                },
+                BufferArg::from_raw_parts(output, m * n),
+                n as u32,
+                first_cube,
+            )
+        });
+        first_cube += cubes(n);
+    }
     // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         small_m_kernel::launch_unchecked::<F, S>(
             client,
-            CubeCount::Static(plan.cubes, 1, 1),
+            CubeCount::Static(first_cube, 1, 1),
             CubeDim::new_1d(plan.units()),
             4,
             4,
             operands(handles, matmul, blueprint, widths),
             BufferArg::from_raw_parts(output, m * n),
+            members,
             plan,
         );
     }
@@ -84,6 +111,10 @@ struct Lane {
     n_plane: u32,
     /// Number of its plane among the planes that divide k.
     k_plane: u32,
+    /// Number of its weight in the family.
+    member: u32,
+    /// Packed rows of its weight.
+    n: u32,
     /// First packed row of its cube.
     cube_row: u32,
     /// First of its packed rows.
@@ -92,12 +123,30 @@ struct Lane {
 
 /// Returns the position of this unit.
 #[cube]
-fn lane(#[comptime] plan: SmallM) -> Lane {
+fn lane<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    family: &Sequence<Member<F, S, W>>,
+    #[comptime] plan: SmallM,
+) -> Lane {
     let plane = UNIT_POS / 32;
     let n_plane = plane % plan.n_planes;
     let quad = UNIT_POS % 32 / 4;
-    let cube_row = CUBE_POS as u32 * comptime!(plan.tile_n());
+    let mut member = 0u32.runtime();
+    let mut n = operands.dims.n;
+    let mut first_cube = 0u32.runtime();
+    #[unroll]
+    for index in 0..family.len() {
+        let next = family.index(index);
+        if CUBE_POS as u32 >= next.first_cube {
+            member = comptime!(index as u32 + 1).runtime();
+            n = next.n;
+            first_cube = next.first_cube;
+        }
+    }
+    let cube_row = (CUBE_POS as u32 - first_cube) * comptime!(plan.tile_n());
     Lane {
+        member,
+        n,
         lane: UNIT_POS % 32,
         quad,
         part: UNIT_POS % 4,
@@ -123,6 +172,7 @@ struct Loaded<W: Size, X: Size> {
 #[cube]
 fn load_k_tile<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
+    family: &Sequence<Member<F, S, W>>,
     k_tile: u32,
     loaded: &mut Loaded<W, X>,
     lane: &Lane,
@@ -130,20 +180,45 @@ fn load_k_tile<F: Float, S: Int, W: Size, X: Size>(
 ) {
     let dims = &operands.dims;
     let k_tile = min(k_tile, dims.k_tiles - 1);
-    #[unroll]
-    for half in 0..ROWS_PER_LANE {
-        let row = min(lane.row + half * 8, dims.n - 1);
-        let at = ((row * dims.k_tiles + k_tile) * 4 + lane.part) as usize;
-        let to = comptime!(half as usize);
-        loaded.codes[comptime!(2 * to)] = operands.weight.codes[at * 2];
-        loaded.codes[comptime!(2 * to + 1)] = operands.weight.codes[at * 2 + 1];
-        loaded.scales[to] = u32::cast_from(operands.weight.scales[at]);
+    if comptime!(family.len() == 0) {
+        load_weight::<S, W, X>(&operands.weight, dims.k_tiles, k_tile, loaded, lane);
+    } else {
+        if lane.member == 0u32 {
+            load_weight::<S, W, X>(&operands.weight, dims.k_tiles, k_tile, loaded, lane);
+        }
+        #[unroll]
+        for index in 0..family.len() {
+            if lane.member == comptime!(index as u32 + 1) {
+                let weight = &family.index(index).weight;
+                load_weight::<S, W, X>(weight, dims.k_tiles, k_tile, loaded, lane);
+            }
+        }
     }
     #[unroll]
     for copy in 0..comptime!(plan.copies()) {
         let row = min(copied_row(lane, copy, plan), dims.m - 1);
         let at = (row * dims.k_tiles + k_tile) * K_TILE_VECTORS + lane.lane;
         loaded.input[copy as usize] = operands.input[at as usize];
+    }
+}
+
+/// Loads the codes and scales of a k tile.
+#[cube]
+fn load_weight<S: Int, W: Size, X: Size>(
+    weight: &PackedIn<S, W>,
+    k_tiles: u32,
+    k_tile: u32,
+    loaded: &mut Loaded<W, X>,
+    lane: &Lane,
+) {
+    #[unroll]
+    for half in 0..ROWS_PER_LANE {
+        let row = min(lane.row + half * 8, lane.n - 1);
+        let at = ((row * k_tiles + k_tile) * 4 + lane.part) as usize;
+        let to = comptime!(half as usize);
+        loaded.codes[comptime!(2 * to)] = weight.codes[at * 2];
+        loaded.codes[comptime!(2 * to + 1)] = weight.codes[at * 2 + 1];
+        loaded.scales[to] = u32::cast_from(weight.scales[at]);
     }
 }
 
@@ -158,10 +233,11 @@ fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: SmallM) -> u
 fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
+    family: &mut Sequence<Member<F, S, W>>,
     #[comptime] plan: SmallM,
 ) {
     let SmallM { k_planes, tile_m, .. } = comptime!(plan);
-    let lane = lane(plan);
+    let lane = lane::<F, S, W, X>(operands, &*family, plan);
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
     let size!(NB) = definition.vector_size(MatrixIdent::B);
@@ -188,6 +264,7 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
         };
         load_k_tile::<F, S, W, X>(
             operands,
+            &*family,
             lane.k_plane + stage * k_planes,
             &mut next,
             &lane,
@@ -234,12 +311,12 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
             let next = k_tile + comptime!(PIPELINE_STAGES * k_planes);
             if next < k_tiles {
                 let loaded = loaded.index_mut(comptime!(stage as usize));
-                load_k_tile::<F, S, W, X>(operands, next, loaded, &lane, plan);
+                load_k_tile::<F, S, W, X>(operands, &*family, next, loaded, &lane, plan);
             }
         }
         first += comptime!(PIPELINE_STAGES * k_planes);
     }
-    store_sums::<F, S, W, X, NC>(operands, output, &sums, &lane, plan);
+    store_sums::<F, S, W, X, NC>(operands, output, family, &sums, &lane, plan);
 }
 
 /// Stores a lane's copy of the input in shared memory.
@@ -331,6 +408,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
 fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
+    family: &mut Sequence<Member<F, S, W>>,
     sums: &Sequence<Array<Vector<f32, NC>>>,
     lane: &Lane,
     #[comptime] plan: SmallM,
@@ -359,15 +437,28 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     while at < rows * dims.m {
         let (in_row, to) = (at % rows, at / rows);
         let row = lane.cube_row + in_row;
-        if row < dims.n {
+        if row < lane.n {
             let mut sum = 0.0f32.runtime();
             #[unroll]
             for k_plane in 0..plan.k_planes {
                 sum += staged[(k_plane * region + to * stride + in_row) as usize];
             }
-            let shift = comptime!(sum_shift(operands.blueprint.grid()));
-            output[(to * dims.n + row) as usize] =
-                epilogue::<F, S, W, X>(operands, sum * shift, row);
+            let blueprint = comptime!(operands.blueprint);
+            sum *= comptime!(sum_shift(blueprint.grid()));
+            let at = (to * lane.n + row) as usize;
+            if lane.member == 0u32 {
+                let (weight, bias) = (&operands.weight, operands.bias);
+                output[at] = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
+            }
+            #[unroll]
+            for index in 0..family.len() {
+                if lane.member == comptime!(index as u32 + 1) {
+                    let next = family.index_mut(index);
+                    let value =
+                        epilogue_of::<F, S, W>(&next.weight, next.bias, sum, row, blueprint);
+                    next.output[at] = value;
+                }
+            }
         }
         at += comptime!(plan.units());
     }

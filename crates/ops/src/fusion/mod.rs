@@ -8,6 +8,8 @@
 //!   weight, and a bias that is added.
 //! - An adapter that is added to the weight, `scale a b`, becomes two thin products, which are
 //!   added to the output.
+//! - Products with one input, such as queries, keys and values, become one launch if they have few
+//!   rows.
 //! - A lookup of an embedding gathers the codes and scales of its rows, and dequantizes only these.
 //!
 //! If a plan refuses the product, or a dense product is faster, the operations run one by one.
@@ -16,9 +18,11 @@
 //! |--------------|------------------------------------------------------------------------------|
 //! | `mod.rs`     | the fuser, and its registration                                              |
 //! | `pattern.rs` | the operations that are fused                                                |
+//! | `pending.rs` | the operations that wait for another product of their family                 |
 //! | `run.rs`     | the fused product or lookup                                                  |
 
 mod pattern;
+pub(crate) mod pending;
 mod run;
 
 use std::sync::OnceLock;
@@ -44,7 +48,12 @@ pub(crate) fn init() -> Result<(), OpsError> {
     #[cfg(feature = "cuda")]
     keep_kernels();
     REGISTERED
-        .get_or_init(|| register(Provider).inspect(|()| queues::register()))
+        .get_or_init(|| {
+            register(Provider).inspect(|()| {
+                queues::register();
+                pending::watch();
+            })
+        })
         .clone()
         .map_err(|error| OpsError::Registration(error.to_string()))
 }
@@ -74,7 +83,8 @@ impl OptimizationProvider for Provider {
         // Without kernels it stays closed.
         let off = !has_kernels(device);
         let device = device.clone();
-        CubeFuser::new(Fuser { device, off, closed: off, pattern: Pattern::default() })
+        let (pattern, ready) = (Pattern::default(), Pattern::default());
+        CubeFuser::new(Fuser { device, off, closed: off, pattern, ready })
     }
 }
 
@@ -85,22 +95,29 @@ struct Fuser {
     off: bool,
     closed: bool,
     pattern: Pattern,
+    /// The pattern when it was last complete. Operations after it may be a part of what follows.
+    ready: Pattern,
 }
 
 impl OperationFuser<CubeOptimization> for Fuser {
     fn fuse(&mut self, operation: &OperationIr) {
         if !self.closed {
-            self.closed = !self.pattern.accept(operation) || self.pattern.is_complete();
+            let accepted = self.pattern.accept(operation);
+            if accepted && self.pattern.is_ready() {
+                self.ready = self.pattern.clone();
+            }
+            self.closed = !accepted || self.pattern.is_complete();
         }
     }
 
     fn finish(&mut self) -> CubeOptimization {
-        CubeOptimization::new(FusedProduct::new(self.device.clone(), self.pattern.clone()))
+        CubeOptimization::new(FusedProduct::new(self.device.clone(), self.ready.clone()))
     }
 
     fn reset(&mut self) {
         self.closed = self.off;
         self.pattern = Pattern::default();
+        self.ready = Pattern::default();
     }
 
     fn status(&self) -> FuserStatus {
@@ -108,13 +125,13 @@ impl OperationFuser<CubeOptimization> for Fuser {
     }
 
     fn properties(&self) -> FuserProperties {
-        let ready = self.pattern.reader.is_some();
+        let ready = self.ready.len > 0;
         // Higher than any score of Burn's own fusers for the reader and its followers.
         FuserProperties { score: if ready { 1 << 20 } else { 0 }, ready }
     }
 
     fn len(&self) -> usize {
-        self.pattern.len
+        self.ready.len
     }
 
     fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {

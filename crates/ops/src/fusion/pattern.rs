@@ -1,29 +1,52 @@
-//! The operations that are fused: dequantization of a weight, an adapter and reshapes in between,
-//! the product or the lookup that reads the weight, and a bias.
+//! The operations that are fused: for each weight of a family dequantization, an adapter and
+//! reshapes in between, the product or the lookup that reads the weight, and a bias.
 
 use burn::backend::ir::{
     BaseOperationIr, BinaryOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr, NumericOperationIr,
-    OperationIr, ScalarIr, SelectOpIr, TensorIr, TensorStatus,
+    OperationIr, ScalarIr, SelectOpIr, TensorId, TensorIr, TensorStatus,
 };
 use serde::{Deserialize, Serialize};
 
 /// Name that the extension's macro gives the operation.
 const DEQUANTIZE: &str = "fp4_dequantize";
 
+/// Most weights of a family: queries, keys and values.
+const MAX_MEMBERS: usize = 3;
+
 /// The operations matched so far.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Pattern {
-    pub(super) dequantize: Option<CustomOpIr>,
+    /// Weights that multiply one input. Only the last one's operations may be incomplete.
+    pub(super) members: Vec<Member>,
+    /// Reshapes of tensors that no member makes: of inputs, biases and indices.
+    pub(super) reshapes: Vec<Reshape>,
+    /// Views of outputs between the operations of members.
+    pub(super) views: Vec<Reshape>,
+    /// Number of operations.
+    pub(super) len: usize,
+}
+
+/// A reshape or a transpose, which changes no value.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Reshape {
+    /// Its position.
+    pub(super) at: usize,
+    input: TensorId,
+    output: TensorId,
+}
+
+/// The operations of a weight.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Member {
+    pub(super) dequantize: CustomOpIr,
+    /// Position of the dequantization.
+    at: usize,
     /// The weight in its latest form: dequantized, reshaped, transposed, or with the adapter.
-    weight: Option<TensorIr>,
+    weight: TensorIr,
     /// Set once the weight is transposed.
     pub(super) transposed: bool,
     pub(super) adapter: Option<Adapter>,
-    /// Positions of the reshapes of other tensors before the reader.
-    pub(super) reshapes: Vec<usize>,
     pub(super) reader: Option<Reader>,
-    /// Number of operations.
-    pub(super) len: usize,
 }
 
 /// The operation that reads the weight.
@@ -38,10 +61,24 @@ pub(super) enum Reader {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Product {
     pub(super) matmul: MatmulOpIr,
-    /// Position of the reshape of a bias.
-    pub(super) bias_reshape: Option<usize>,
-    /// Adds to the output; only `run` knows if the other operand is a bias.
-    pub(super) add: Option<BinaryOpIr>,
+    /// Position of the matmul.
+    at: usize,
+    pub(super) add: Option<Addition>,
+}
+
+impl Product {
+    /// Returns the position of its last operation.
+    pub(super) fn end(&self) -> usize {
+        self.add.as_ref().map_or(self.at, |add| add.at)
+    }
+}
+
+/// Adds to the output; only `run` knows if the other operand is a bias.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Addition {
+    pub(super) operation: BinaryOpIr,
+    /// Its position.
+    pub(super) at: usize,
 }
 
 /// `scale a b`, in the shape of the weight.
@@ -59,24 +96,44 @@ pub(super) struct Adapter {
 impl Pattern {
     /// Matches the next operation. Returns false if it is not part of the pattern.
     pub(super) fn accept(&mut self, operation: &OperationIr) -> bool {
-        let pending = self.adapter.as_ref().is_some_and(|adapter| !adapter.added);
-        let accepted = match self.weight.clone() {
+        let accepted = match self.members.last() {
             None => self.accept_dequantize(operation),
-            Some(_) if self.reader.is_some() => self.accept_bias(operation),
-            Some(weight) if pending => self.accept_adapter(operation, &weight),
-            Some(weight) => self.accept_reader(operation, &weight),
+            Some(member) if member.reader.is_some() => self.accept_follower(operation),
+            Some(_) => self.accept_reshape(operation) || self.accept_reader(operation),
         };
         self.len += usize::from(accepted);
         accepted
     }
 
-    /// Returns true if nothing can follow.
-    pub(super) fn is_complete(&self) -> bool {
-        match &self.reader {
-            Some(Reader::Product(product)) => product.add.is_some(),
+    /// Returns true if the last operation completed the operations of a weight.
+    pub(super) fn is_ready(&self) -> bool {
+        let last = self.len.saturating_sub(1);
+        match self.members.last().and_then(|member| member.reader.as_ref()) {
+            Some(Reader::Product(product)) => product.end() == last,
             Some(Reader::Lookup(_)) => true,
             None => false,
         }
+    }
+
+    /// Returns true if nothing can follow.
+    pub(super) fn is_complete(&self) -> bool {
+        match self.members.last().and_then(|member| member.reader.as_ref()) {
+            Some(Reader::Product(product)) => product.add.is_some() && !self.takes_a_member(),
+            Some(Reader::Lookup(_)) => true,
+            None => false,
+        }
+    }
+
+    /// Returns true if another weight may follow.
+    fn takes_a_member(&self) -> bool {
+        self.members.len() < MAX_MEMBERS
+            && self.members.iter().all(|member| member.adapter.is_none())
+    }
+
+    /// Returns true if the product of the last weight is matched, and another weight may follow.
+    pub(super) fn awaits_a_member(&self) -> bool {
+        let reader = self.members.last().and_then(|member| member.reader.as_ref());
+        matches!(reader, Some(Reader::Product(_))) && self.takes_a_member()
     }
 
     fn accept_dequantize(&mut self, operation: &OperationIr) -> bool {
@@ -85,13 +142,152 @@ impl Pattern {
         if custom.id != DEQUANTIZE {
             return false;
         }
-        self.weight = Some(output.clone());
-        self.dequantize = Some(custom.clone());
+        self.members.push(Member {
+            dequantize: custom.clone(),
+            at: self.len,
+            weight: output.clone(),
+            transposed: false,
+            adapter: None,
+            reader: None,
+        });
         true
     }
 
+    /// Matches a reshape of another tensor than the last weight, or a view of an output.
+    fn accept_reshape(&mut self, operation: &OperationIr) -> bool {
+        let (reshaped, swaps) = match operation {
+            OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape))
+            | OperationIr::BaseInt(BaseOperationIr::Reshape(reshape)) => {
+                ((&reshape.input, &reshape.out), false)
+            }
+            OperationIr::BaseFloat(BaseOperationIr::SwapDims(swap)) => {
+                ((&swap.input, &swap.out), true)
+            }
+            _ => return false,
+        };
+        let (input, output) = (reshaped.0.id, reshaped.1.id);
+        let of_output = self.is_output(input);
+        let of_weight = self.members.last().is_some_and(|member| {
+            let delta = member.adapter.as_ref().map(|adapter| adapter.delta.id);
+            member.reader.is_none() && (member.weight.id == input || delta == Some(input))
+        });
+        if of_weight || (swaps && !of_output) {
+            return false;
+        }
+        let to = if of_output { &mut self.views } else { &mut self.reshapes };
+        to.push(Reshape { at: self.len, input, output });
+        true
+    }
+
+    /// Returns true if a member makes this tensor, or it is a view of its output.
+    fn is_output(&self, tensor: TensorId) -> bool {
+        let made = |member: &Member| match &member.reader {
+            Some(Reader::Product(product)) => {
+                let add = product.add.as_ref().map(|add| add.operation.out.id);
+                product.matmul.out.id == tensor || add == Some(tensor)
+            }
+            _ => false,
+        };
+        self.members.iter().any(made) || self.views.iter().any(|view| view.output == tensor)
+    }
+
+    /// Returns the tensor that a reshape of the pattern has made this one from.
+    fn origin(&self, tensor: TensorId) -> TensorId {
+        let made = self.reshapes.iter().find(|reshape| reshape.output == tensor);
+        made.map_or(tensor, |reshape| self.origin(reshape.input))
+    }
+
+    /// Matches operations after a product: a bias, views of outputs, or another weight.
+    fn accept_follower(&mut self, operation: &OperationIr) -> bool {
+        let at = self.len;
+        if let OperationIr::NumericFloat(_, NumericOperationIr::Add(add)) = operation
+            && let Some(Reader::Product(product)) =
+                self.members.last_mut().and_then(|member| member.reader.as_mut())
+        {
+            let output = &product.matmul.out;
+            let adds =
+                product.add.is_none() && reads_last(&add.lhs, output) && add.rhs.id != output.id;
+            if adds {
+                product.add = Some(Addition { operation: add.clone(), at });
+            }
+            return adds;
+        }
+        let follows = self.accept_reshape(operation);
+        follows || self.takes_a_member() && self.accept_dequantize(operation)
+    }
+
+    /// Matches operations from dequantization to the reader of the weight, which has to be the only
+    /// one: the dense weight is never written.
+    fn accept_reader(&mut self, operation: &OperationIr) -> bool {
+        let at = self.len;
+        let alone = self.members.len() == 1;
+        let reads_input = match operation {
+            OperationIr::Float(_, FloatOperationIr::Matmul(matmul)) => alone || self.joins(matmul),
+            _ => alone,
+        };
+        let Some(member) = self.members.last_mut() else { return false };
+        if member.adapter.as_ref().is_some_and(|adapter| !adapter.added) {
+            return member.accept_adapter(operation);
+        }
+        let weight = &member.weight;
+        let unchanged =
+            member.dequantize.outputs.first().is_some_and(|output| output.id == weight.id);
+        match operation {
+            OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape))
+                if reads_last(&reshape.input, weight) =>
+            {
+                member.weight = reshape.out.clone();
+            }
+            OperationIr::BaseFloat(BaseOperationIr::SwapDims(swap))
+                if unchanged
+                    && reads_last(&swap.input, weight)
+                    && swap.input.shape.num_dims() == 2
+                    && swap.dim1 != swap.dim2 =>
+            {
+                member.weight = swap.out.clone();
+                member.transposed = true;
+            }
+            OperationIr::BaseFloat(BaseOperationIr::Select(select))
+                if alone && unchanged && reads_last(&select.tensor, weight) && select.dim == 0 =>
+            {
+                member.reader = Some(Reader::Lookup(Box::new(select.clone())));
+            }
+            OperationIr::Float(_, FloatOperationIr::Matmul(matmul))
+                if reads_input && reads_last(&matmul.rhs, weight) && matmul.lhs.id != weight.id =>
+            {
+                let product = Product { matmul: matmul.clone(), at, add: None };
+                member.reader = Some(Reader::Product(Box::new(product)));
+            }
+            // The factors of an adapter follow the dequantization at once.
+            OperationIr::Float(_, FloatOperationIr::Matmul(matmul))
+                if alone
+                    && at == member.at + 1
+                    && ![matmul.lhs.id, matmul.rhs.id].contains(&weight.id)
+                    && matmul.out.shape == weight.shape =>
+            {
+                let (matmul, delta) = (matmul.clone(), matmul.out.clone());
+                member.adapter = Some(Adapter { matmul, scale: None, delta, added: false });
+            }
+            _ => return false,
+        }
+        true
+    }
+
+    /// Returns true if a product reads the input of the first one.
+    fn joins(&self, matmul: &MatmulOpIr) -> bool {
+        match self.members.first().and_then(|member| member.reader.as_ref()) {
+            Some(Reader::Product(first)) => {
+                self.origin(first.matmul.lhs.id) == self.origin(matmul.lhs.id)
+                    && first.matmul.lhs.shape == matmul.lhs.shape
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Member {
     /// Matches operations between the product of an adapter's factors and its addition.
-    fn accept_adapter(&mut self, operation: &OperationIr, weight: &TensorIr) -> bool {
+    fn accept_adapter(&mut self, operation: &OperationIr) -> bool {
         let Some(adapter) = &mut self.adapter else { return false };
         match operation {
             OperationIr::NumericFloat(_, NumericOperationIr::MulScalar(scaled))
@@ -102,87 +298,15 @@ impl Pattern {
             }
             OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape))
                 if reads_last(&reshape.input, &adapter.delta)
-                    && reshape.out.shape == weight.shape =>
+                    && reshape.out.shape == self.weight.shape =>
             {
                 adapter.delta = reshape.out.clone();
             }
             OperationIr::NumericFloat(_, NumericOperationIr::Add(add))
-                if reads_last(&add.lhs, weight) && reads_last(&add.rhs, &adapter.delta) =>
+                if reads_last(&add.lhs, &self.weight) && reads_last(&add.rhs, &adapter.delta) =>
             {
                 adapter.added = true;
-                self.weight = Some(add.out.clone());
-            }
-            _ => return false,
-        }
-        true
-    }
-
-    /// Matches operations from dequantization to the reader of the weight, which has to be the only
-    /// one: the dense weight is never written.
-    fn accept_reader(&mut self, operation: &OperationIr, weight: &TensorIr) -> bool {
-        let dequantized =
-            self.dequantize.as_ref().and_then(|dequantize| dequantize.outputs.first());
-        let unchanged = dequantized.is_some_and(|output| output.id == weight.id);
-        match operation {
-            OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape))
-                if reshape.input.id == weight.id =>
-            {
-                if !reads_last(&reshape.input, weight) {
-                    return false;
-                }
-                self.weight = Some(reshape.out.clone());
-            }
-            OperationIr::BaseFloat(BaseOperationIr::Reshape(_))
-            | OperationIr::BaseInt(BaseOperationIr::Reshape(_)) => self.reshapes.push(self.len),
-            OperationIr::BaseFloat(BaseOperationIr::SwapDims(swap))
-                if unchanged
-                    && reads_last(&swap.input, weight)
-                    && swap.input.shape.num_dims() == 2
-                    && swap.dim1 != swap.dim2 =>
-            {
-                self.weight = Some(swap.out.clone());
-                self.transposed = true;
-            }
-            OperationIr::BaseFloat(BaseOperationIr::Select(select))
-                if unchanged && reads_last(&select.tensor, weight) && select.dim == 0 =>
-            {
-                self.reader = Some(Reader::Lookup(Box::new(select.clone())));
-            }
-            OperationIr::Float(_, FloatOperationIr::Matmul(matmul))
-                if reads_last(&matmul.rhs, weight) && matmul.lhs.id != weight.id =>
-            {
-                let product = Product { matmul: matmul.clone(), bias_reshape: None, add: None };
-                self.reader = Some(Reader::Product(Box::new(product)));
-            }
-            // The factors of an adapter follow the dequantization at once.
-            OperationIr::Float(_, FloatOperationIr::Matmul(matmul))
-                if self.len == 1
-                    && ![matmul.lhs.id, matmul.rhs.id].contains(&weight.id)
-                    && matmul.out.shape == weight.shape =>
-            {
-                let (matmul, delta) = (matmul.clone(), matmul.out.clone());
-                self.adapter = Some(Adapter { matmul, scale: None, delta, added: false });
-            }
-            _ => return false,
-        }
-        true
-    }
-
-    /// Matches the reshape of a bias, and its addition.
-    fn accept_bias(&mut self, operation: &OperationIr) -> bool {
-        let Some(Reader::Product(product)) = &mut self.reader else { return false };
-        let output = &product.matmul.out;
-        match operation {
-            _ if product.add.is_some() => return false,
-            OperationIr::BaseFloat(BaseOperationIr::Reshape(reshape))
-                if product.bias_reshape.is_none() && reshape.input.id != output.id =>
-            {
-                product.bias_reshape = Some(self.len);
-            }
-            OperationIr::NumericFloat(_, NumericOperationIr::Add(add))
-                if reads_last(&add.lhs, output) && add.rhs.id != output.id =>
-            {
-                product.add = Some(add.clone());
+                self.weight = add.out.clone();
             }
             _ => return false,
         }

@@ -1,6 +1,6 @@
 //! Runs a matched pattern: straight from the codes, or its operations one by one.
 
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::Ordering;
 
 use burn::backend::fusion::stream::{Context, ScalarId};
 use burn::backend::ir::{BinaryOpIr, CustomOpIr, MatmulOpIr, ScalarIr, SelectOpIr, TensorIr};
@@ -10,9 +10,9 @@ use burn_cubecl::fusion::{CubeFusionHandle, FallbackOperation, FusedOperation};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use burn_fp4_cubecl::MatmulPlan;
+use burn_fp4_cubecl::{Matmul, MatmulPlan};
 
-use super::pattern::{Adapter, Pattern, Product, Reader};
+use super::pattern::{Adapter, Member, Pattern, Product, Reader};
 use crate::devices::cube::matmul::{DENSE, FUSED, LOOKUPS, Planner};
 use crate::devices::cube::{matmul, queues};
 use crate::devices::extension::Fp4Backend;
@@ -27,9 +27,24 @@ type Fallback<'a> = &'a dyn Fn(usize) -> Box<dyn FallbackOperation>;
 /// A matched pattern on a device.
 pub(super) struct FusedProduct {
     device: CubeDevice,
-    /// Set by the first run.
-    planner: Option<Planner>,
+    /// One per member, set by the first run.
+    planners: Vec<Planner>,
     pattern: Pattern,
+}
+
+/// A product of the pattern in this run.
+struct Planned<'a> {
+    member: &'a Member,
+    product: &'a Product,
+    plan: MatmulPlan,
+    adds_bias: bool,
+}
+
+/// What a product reads in this run.
+struct Read {
+    input: CubeTensor,
+    weight: Fp4Primitive<CubeBackend>,
+    bias: Option<CubeTensor>,
 }
 
 impl FusedOperation for FusedProduct {
@@ -42,24 +57,33 @@ impl FusedOperation for FusedProduct {
     }
 
     fn run(&mut self, context: &mut Streams, fallback: Fallback<'_>) {
-        let planner = self.planner.take();
-        let mut planner = planner.unwrap_or_else(|| Planner::new(&self.device.client()));
-        let Pattern { dequantize, reader, len, .. } = &self.pattern;
-        let counter = match (dequantize, reader) {
-            (Some(dequantize), Some(Reader::Product(product))) => {
-                self.multiply(&mut planner, dequantize, product, context, fallback)
-            }
-            (Some(dequantize), Some(Reader::Lookup(select))) => {
-                self.look_up(dequantize, select, context, fallback)
-            }
+        let mut planners = core::mem::take(&mut self.planners);
+        if planners.is_empty() {
+            let client = self.device.client();
+            planners = self.pattern.members.iter().map(|_| Planner::new(&client)).collect();
+        }
+        let lookup = self.pattern.members.iter().find_map(|member| match &member.reader {
+            Some(Reader::Lookup(select)) => Some((&member.dequantize, select)),
             _ => None,
+        });
+        let (counter, count) = match lookup {
+            Some((dequantize, select)) => {
+                (self.look_up(dequantize, select, context, fallback).map(|()| &LOOKUPS), 1)
+            }
+            None => match self.plan(&mut planners, context) {
+                Some(planned) => {
+                    self.multiply(&planned, context, fallback);
+                    (Some(&FUSED), planned.len())
+                }
+                None => (None, self.pattern.members.len()),
+            },
         };
         let counter = counter.unwrap_or_else(|| {
-            (0..*len).for_each(|at| fallback(at).run(context));
+            (0..self.pattern.len).for_each(|at| fallback(at).run(context));
             &DENSE
         });
-        counter.fetch_add(1, Ordering::Relaxed);
-        self.planner = Some(planner);
+        counter.fetch_add(count as u64, Ordering::Relaxed);
+        self.planners = planners;
     }
 
     fn to_state(&self) -> Pattern {
@@ -73,83 +97,63 @@ impl FusedOperation for FusedProduct {
 
 impl FusedProduct {
     pub(super) fn new(device: CubeDevice, pattern: Pattern) -> Self {
-        Self { device, planner: None, pattern }
+        Self { device, planners: Vec::new(), pattern }
     }
 
-    /// Runs the product from the codes. Returns the counter to bump, or `None` to fall back to
-    /// unfused execution. Reshapes run individually; the addition is fused if it adds a bias `[n]`.
-    fn multiply(
-        &self,
-        planner: &mut Planner,
-        dequantize: &CustomOpIr,
-        product: &Product,
-        context: &mut Streams,
-        fallback: Fallback<'_>,
-    ) -> Option<&'static AtomicU64> {
-        let Product { matmul: operation, bias_reshape, add } = product;
-        let plan = self.plan(dequantize, operation, context, planner)?;
-        let reshapes = self.pattern.reshapes.iter().chain(bias_reshape);
-        reshapes.for_each(|&at| fallback(at).run(context));
-        let with_bias = add.as_ref().filter(|add| adds_bias(context, add, &plan));
-        let output = now(context, with_bias.map_or(&operation.out, |add| &add.out));
-        let input = float(context, &operation.lhs);
-        let bias = with_bias.map(|add| float(context, &add.rhs));
-        let weight = packed(context, dequantize);
-        let mut values = matmul::run(&plan, input.clone(), weight, bias, output.shape.clone());
-        if let Some(adapter) = &self.pattern.adapter {
-            let delta = multiply_adapter(adapter, input, plan.matmul().k, context);
-            let delta = CubeBackend::float_reshape(delta, output.shape.clone());
-            values = CubeBackend::float_add(values, delta);
-            queues::submit_launches(&self.device);
-        }
-        context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
-        if add.is_some() && with_bias.is_none() {
-            fallback(self.pattern.len - 1).run(context);
-        }
-        Some(&FUSED)
+    /// Plans all products, or returns `None` if one of them has no plan.
+    fn plan(&self, planners: &mut [Planner], context: &Streams) -> Option<Vec<Planned<'_>>> {
+        let members = self.pattern.members.iter().zip(planners);
+        members
+            .map(|(member, planner)| {
+                let Some(Reader::Product(product)) = &member.reader else { return None };
+                let plan = plan(member, &product.matmul, context, planner)?;
+                let adds_bias = product
+                    .add
+                    .as_ref()
+                    .is_some_and(|add| adds_bias(context, &add.operation, &plan));
+                Some(Planned { member, product, plan, adds_bias })
+            })
+            .collect()
     }
 
-    /// Plans the product, if it has one weight, one dtype, and a plan.
-    fn plan(
-        &self,
-        dequantize: &CustomOpIr,
-        operation: &MatmulOpIr,
-        context: &Streams,
-        planner: &mut Planner,
-    ) -> Option<MatmulPlan> {
-        let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
-        let layout = layout(context, dequantize)?;
-        let layout = if self.pattern.transposed { layout.transposed() } else { layout };
-        let [k, n] = layout.shape[..] else { return None };
-        let (input, output) = (real(&operation.lhs)?, real(&operation.out)?);
-        let m = input.shape.num_elements().checked_div(k)?;
-        // A batch of weights would be another product.
-        let weight = real(&operation.rhs)?;
-        let one_weight = weight.shape.num_elements() == k * n
-            && weight.shape[weight.shape.num_dims() - 2..] == [k, n]
-            && input.shape[input.shape.num_dims() - 1] == k
-            && output.shape.num_elements() == m * n;
-        let same_dtype = [weight.dtype, input.dtype].iter().all(|&dtype| dtype == output.dtype);
-        let scale = self.pattern.adapter.as_ref().and_then(|adapter| adapter.scale);
-        let known_scale = scale.is_none_or(|scale| scalar(context, scale).is_some());
-        if !one_weight || !same_dtype || !known_scale {
-            return None;
+    /// Runs the products from the codes, together where they can be. Reshapes run individually, and
+    /// so does an addition that adds no bias `[n]`.
+    fn multiply(&self, planned: &[Planned<'_>], context: &mut Streams, fallback: Fallback<'_>) {
+        let mut reshapes = self.pattern.reshapes.iter().peekable();
+        // In the order of the operations: the last reader of a tensor takes it.
+        let read = planned.iter().map(|Planned { member, product, adds_bias, .. }| {
+            while let Some(reshape) = reshapes.next_if(|reshape| reshape.at < product.end()) {
+                fallback(reshape.at).run(context);
+            }
+            let input = float(context, &product.matmul.lhs);
+            let add = product.add.as_ref().filter(|_| *adds_bias);
+            let bias = add.map(|add| float(context, &add.operation.rhs));
+            Read { input, weight: packed(context, &member.dequantize), bias }
+        });
+        let read: Vec<Read> = read.collect();
+        let outputs = run(planned, read, context, &self.device);
+        for (Planned { product, adds_bias, .. }, values) in planned.iter().zip(outputs) {
+            let output = self::output(context, product, *adds_bias);
+            context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
+            if let Some(add) = product.add.as_ref().filter(|_| !adds_bias) {
+                fallback(add.at).run(context);
+            }
         }
-        planner.plan(m, &layout, output.dtype)
+        self.pattern.views.iter().for_each(|view| fallback(view.at).run(context));
     }
 
-    /// Dequantizes only the rows that are looked up. Returns the counter to bump, or `None` if
-    /// blocks do not run along the rows.
+    /// Dequantizes only the rows that are looked up. Returns `None` if blocks do not run along the
+    /// rows.
     fn look_up(
         &self,
         dequantize: &CustomOpIr,
         select: &SelectOpIr,
         context: &mut Streams,
         fallback: Fallback<'_>,
-    ) -> Option<&'static AtomicU64> {
+    ) -> Option<()> {
         let output = now(context, &select.out);
         let layout = layout(context, dequantize)?.of_rows(output.shape[0]).ok()?;
-        self.pattern.reshapes.iter().for_each(|&at| fallback(at).run(context));
+        self.pattern.reshapes.iter().for_each(|reshape| fallback(reshape.at).run(context));
         let rows = int(context, &select.indices);
         let Fp4Primitive { codes, scales, tensor_scale } = packed(context, dequantize);
         let gather = |part: CubeTensor| CubeBackend::int_select(part, 0, rows.clone());
@@ -161,8 +165,82 @@ impl FusedProduct {
         };
         let values = CubeBackend::fp4_dequantize(packed, layout, FloatDType::from(output.dtype));
         context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
-        Some(&LOOKUPS)
+        Some(())
     }
+}
+
+/// Plans a product, if it has one weight, one dtype, and a plan.
+fn plan(
+    member: &Member,
+    operation: &MatmulOpIr,
+    context: &Streams,
+    planner: &mut Planner,
+) -> Option<MatmulPlan> {
+    let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
+    let layout = layout(context, &member.dequantize)?;
+    let layout = if member.transposed { layout.transposed() } else { layout };
+    let [k, n] = layout.shape[..] else { return None };
+    let (input, output) = (real(&operation.lhs)?, real(&operation.out)?);
+    let m = input.shape.num_elements().checked_div(k)?;
+    // A batch of weights would be another product.
+    let weight = real(&operation.rhs)?;
+    let one_weight = weight.shape.num_elements() == k * n
+        && weight.shape[weight.shape.num_dims() - 2..] == [k, n]
+        && input.shape[input.shape.num_dims() - 1] == k
+        && output.shape.num_elements() == m * n;
+    let same_dtype = [weight.dtype, input.dtype].iter().all(|&dtype| dtype == output.dtype);
+    let scale = member.adapter.as_ref().and_then(|adapter| adapter.scale);
+    let known_scale = scale.is_none_or(|scale| scalar(context, scale).is_some());
+    if !one_weight || !same_dtype || !known_scale {
+        return None;
+    }
+    planner.plan(m, &layout, output.dtype)
+}
+
+/// Runs planned products: in one launch if they are a family that a kernel takes, or one by one.
+fn run(
+    planned: &[Planned<'_>],
+    read: Vec<Read>,
+    context: &mut Streams,
+    device: &CubeDevice,
+) -> Vec<CubeTensor> {
+    let shape = |context: &Streams, planned: &Planned<'_>| {
+        output(context, planned.product, planned.adds_bias).shape
+    };
+    let alike = |read: &Read| {
+        let by_row = read.weight.tensor_scale.meta.num_elements() > 1;
+        (read.bias.is_some(), by_row)
+    };
+    let family = || {
+        let matmuls: Vec<Matmul> = planned.iter().map(|planned| *planned.plan.matmul()).collect();
+        Matmul::family(&matmuls, planned[0].plan.device())
+    };
+    if read.windows(2).all(|pair| alike(&pair[0]) == alike(&pair[1]))
+        && let Some(family) = family()
+    {
+        let shapes = planned.iter().map(|planned| shape(context, planned)).collect();
+        // Inputs are equal: reshapes of one tensor.
+        let input = read[0].input.clone();
+        let weights = read.into_iter().map(|read| (read.weight, read.bias)).collect();
+        return matmul::run_family(&family, input, weights, shapes);
+    }
+    let products = planned.iter().zip(read).map(|(planned, Read { input, weight, bias })| {
+        let shape = shape(context, planned);
+        let values = matmul::run(&planned.plan, input.clone(), weight, bias, shape.clone());
+        let Some(adapter) = &planned.member.adapter else { return values };
+        let delta = multiply_adapter(adapter, input, planned.plan.matmul().k, context);
+        let delta = CubeBackend::float_reshape(delta, shape);
+        let values = CubeBackend::float_add(values, delta);
+        queues::submit_launches(device);
+        values
+    });
+    products.collect()
+}
+
+/// Looks up the output of a product, with its bias if it adds one.
+fn output(context: &Streams, product: &Product, adds_bias: bool) -> TensorIr {
+    let add = product.add.as_ref().filter(|_| adds_bias);
+    now(context, add.map_or(&product.matmul.out, |add| &add.operation.out))
 }
 
 /// Multiplies the input by an adapter: `scale (x a) b`, as a matrix.

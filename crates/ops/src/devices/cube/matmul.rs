@@ -8,7 +8,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::cubecl::client::Client;
-use burn_fp4_cubecl::{Capability, Matmul, MatmulPlan, PackedHandles};
+use burn_fp4_cubecl::{Capability, FamilyPlan, Matmul, MatmulPlan, PackedHandles};
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
 use super::device::{kernel_dtype, output_tensor};
@@ -71,6 +71,29 @@ pub(crate) fn run(
         .expect("tensors have the lengths of their shapes");
     queues::submit_launches(&input.device);
     output_tensor(&input, output, shape, input.dtype)
+}
+
+/// Runs planned products of one input with some weights, each with a bias or none with one, as
+/// tensors of some shapes; see [`run`].
+pub(crate) fn run_family(
+    family: &FamilyPlan,
+    input: CubeTensor,
+    weights: Vec<(Fp4Primitive<CubeBackend>, Option<CubeTensor>)>,
+    shapes: Vec<Shape>,
+) -> Vec<CubeTensor> {
+    let input = into_contiguous(input);
+    let weights: Vec<_> = weights
+        .into_iter()
+        .map(|(weight, bias)| (handles(weight), bias.map(|bias| into_contiguous(bias).handle)))
+        .collect();
+    // The first one stands for its family.
+    let next = prefetch::next_weight(family.first(), &weights[0].0);
+    let outputs = family
+        .run(&input.client, weights, input.handle.clone(), next)
+        .expect("tensors have the lengths of their shapes");
+    queues::submit_launches(&input.device);
+    let tensors = outputs.into_iter().zip(shapes);
+    tensors.map(|(output, shape)| output_tensor(&input, output, shape, input.dtype)).collect()
 }
 
 /// Returns the parts of a packed tensor in contiguous memory.

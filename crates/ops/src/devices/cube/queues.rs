@@ -21,6 +21,7 @@ use burn_backend::{
 use burn_cubecl::{CubeBackend, CubeDevice};
 
 use super::device::cube_device;
+use crate::fusion::pending;
 
 /// Service on the thread that runs the stream of operations.
 struct Operations;
@@ -104,6 +105,21 @@ pub(crate) fn flush(device: &Device) {
         }
         None => drop(stream.try_sync(|| ())),
     }
+}
+
+/// [`flush`], unless all that is pending is the begin of a family of products, which the next
+/// product may join.
+pub(crate) fn flush_for_product(device: &Device) {
+    let Some(cube) = cube_device(device) else { return };
+    let Some(queues) = queues(&cube) else { return flush(device) };
+    let stream = get_client::<CubeBackend>(&cube);
+    queues.operations.submit(move |_| {
+        if !pending::awaits_a_weight() {
+            drop(stream.try_sync(|| ()));
+            pending::begin();
+        }
+    });
+    queues.operations.flush_queue();
 }
 
 /// Hands the queued operations to their worker thread now.

@@ -180,7 +180,8 @@ fn load_k_tile<F: Float, S: Int, W: Size, X: Size>(
 ) {
     let dims = &operands.dims;
     let k_tile = min(k_tile, dims.k_tiles - 1);
-    if comptime!(family.len() == 0) {
+    let members = comptime!(family.len() + 1);
+    if comptime!(members == 1) {
         load_weight::<S, W, X>(&operands.weight, dims.k_tiles, k_tile, loaded, lane);
     } else {
         if lane.member == 0u32 {

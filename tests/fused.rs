@@ -1,7 +1,7 @@
 //! Fused products and lookups of unmodified layers with packed weights: the operations that are
 //! fused, and their results. Every test calls `init` before any operation on a Cube device.
 
-#![cfg(any(feature = "cpu", feature = "cuda"))]
+#![cfg(any(feature = "cpu", feature = "cuda", feature = "wgpu"))]
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -35,7 +35,7 @@ fn alone() -> MutexGuard<'static, ()> {
 
 /// Returns the devices with kernels, and their dtypes.
 fn cube_devices() -> Vec<(&'static str, Device, Vec<DType>)> {
-    devices().into_iter().filter(|(name, ..)| ["cpu", "cuda"].contains(name)).collect()
+    devices().into_iter().filter(|(name, ..)| ["cpu", "cuda", "wgpu"].contains(name)).collect()
 }
 
 /// Counts the fused products of a closure.

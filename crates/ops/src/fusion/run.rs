@@ -27,7 +27,7 @@ type Fallback<'a> = &'a dyn Fn(usize) -> Box<dyn FallbackOperation>;
 /// A matched pattern on a device.
 pub(super) struct FusedProduct {
     device: CubeDevice,
-    /// Set by the first run.
+    /// Set by the first run, if the device multiplies by kernels.
     planner: Option<Planner>,
     pattern: Pattern,
 }
@@ -43,12 +43,13 @@ impl FusedOperation for FusedProduct {
 
     fn run(&mut self, context: &mut Streams, fallback: Fallback<'_>) {
         let planner = self.planner.take();
-        let mut planner = planner.unwrap_or_else(|| Planner::new(&self.device.client()));
+        let mut planner =
+            planner.or_else(|| Planner::new(&self.device, &self.device.client()).ok());
         let Pattern { dequantize, reader, len, .. } = &self.pattern;
         let counter = match (dequantize, reader) {
-            (Some(dequantize), Some(Reader::Product(product))) => {
-                self.multiply(&mut planner, dequantize, product, context, fallback)
-            }
+            (Some(dequantize), Some(Reader::Product(product))) => planner
+                .as_mut()
+                .and_then(|planner| self.multiply(planner, dequantize, product, context, fallback)),
             (Some(dequantize), Some(Reader::Lookup(select))) => {
                 self.look_up(dequantize, select, context, fallback)
             }
@@ -59,7 +60,7 @@ impl FusedOperation for FusedProduct {
             &DENSE
         });
         counter.fetch_add(1, Ordering::Relaxed);
-        self.planner = Some(planner);
+        self.planner = planner;
     }
 
     fn to_state(&self) -> Pattern {

@@ -4,17 +4,17 @@
 //! launches, so that callers keep the result.
 
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
-use burn_fp4_search::host::View;
+use burn_fp4_search::host::{HostElement, View};
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-use half::f16;
+use half::{bf16, f16};
 
 use crate::dequantize::dequantize;
-use crate::matmul::{Matmul, MatmulPlan};
+use crate::matmul::Matmul;
 use crate::packed::PackedHandles;
-use crate::plan::{Capability, Decoding, Dtype, Problem, Refusal};
+use crate::plan::{Capability, Decoding, Dtype, Portable, Problem, Refusal};
 
 /// Packed rows and their elements: two blocks each, and a block has every code.
 const ROWS: usize = 8;
@@ -37,18 +37,26 @@ impl Capability {
     /// are wrong, [`Refusal::Failed`] if the device fails.
     pub fn tested(client: &Client) -> Result<Self, Refusal> {
         let found = Self::of(client);
-        let Some(portable) = &found.portable else { return Ok(found) };
+        let Some(portable) = found.portable else { return Ok(found) };
         found.check_portable(Dtype::F32)?;
-        if portable.f16 {
-            let device = Self { decoding: Decoding::HalfSubnormals, ..found };
-            if test_products(client, &device).is_ok() {
-                test_values(client, &device)?;
-                return Ok(device);
+        let plain = Portable { cmma_f16: false, cmma_bf16: false, ..portable };
+        let mut result = Ok(found);
+        // Without matrix instructions, if these are what is wrong.
+        for portable in [portable, plain] {
+            for decoding in [Decoding::HalfSubnormals, Decoding::Integers] {
+                if decoding == Decoding::HalfSubnormals && !portable.f16 {
+                    continue;
+                }
+                let device = Self { decoding, portable: Some(portable), ..found };
+                let tested =
+                    test_products(client, &device).and_then(|()| test_values(client, &device));
+                result = tested.map(|()| device);
+                if result.is_ok() {
+                    return result;
+                }
             }
         }
-        test_products(client, &found)?;
-        test_values(client, &found)?;
-        Ok(found)
+        result
     }
 }
 
@@ -103,38 +111,57 @@ fn test_values(client: &Client, device: &Capability) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Compares products with sums in f64, for one row of the input and for several.
+/// Compares products with sums in f64, in every dtype, for one row of the input and for several.
 fn test_products(client: &Client, device: &Capability) -> Result<(), Refusal> {
     let packed = weight(Fp4Format::NvFp4);
     let dense = packed.dequantize();
-    let inputs = |m: usize| (0..m * COLS).map(|at| (at % 19) as f32 * 0.125 - 1.0);
-    for m in [1, 9] {
-        let input: Vec<f32> = inputs(m).collect();
-        let matmul = Matmul {
-            m,
-            n: ROWS,
-            k: COLS,
-            format: packed.format,
-            block_size: BLOCK_SIZE,
-            dtype: Dtype::F32,
-        };
-        let run = |planned: MatmulPlan| {
-            let values = client.create_from_slice(f32::as_bytes(&input));
-            read::<f32>(client, planned.run(client, upload(client, &packed), values, None, None)?)
-        };
-        let found = run(matmul.plan(device)?.expect("a kernel for few rows"))?;
-        let near = |(at, found): (usize, &f32)| {
-            let terms = (0..COLS).map(|k| {
-                let weight = dense[at % ROWS * COLS + k];
-                f64::from(input[at / ROWS * COLS + k]) * f64::from(weight)
-            });
-            let (sum, size) =
-                terms.fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs()));
-            (f64::from(*found) - sum).abs() <= 1e-5 * size
-        };
-        check("a product", found.iter().enumerate().map(near))?;
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+        if device.check_portable(dtype).is_err() {
+            continue;
+        }
+        for m in [1, 9] {
+            // Exact in every dtype.
+            let input: Vec<_> = (0..m * COLS).map(|at| (at % 19) as f32 * 0.125 - 1.0).collect();
+            let (values, rounding) = match dtype {
+                Dtype::F32 => (client.create_from_slice(f32::as_bytes(&input)), 0.0),
+                Dtype::F16 => (client.create_from_slice(f16::as_bytes(&halves(&input))), 1e-3),
+                Dtype::Bf16 => (client.create_from_slice(bf16::as_bytes(&halves(&input))), 8e-3),
+            };
+            let matmul = Matmul {
+                m,
+                n: ROWS,
+                k: COLS,
+                format: packed.format,
+                block_size: BLOCK_SIZE,
+                dtype,
+            };
+            let planned = matmul.plan(device)?.expect("a kernel for few rows");
+            let output = planned.run(client, upload(client, &packed), values, None, None)?;
+            let found: Vec<f32> = match dtype {
+                Dtype::F32 => read(client, output)?,
+                Dtype::F16 => read::<f16>(client, output)?.iter().map(|x| x.to_f32()).collect(),
+                Dtype::Bf16 => read::<bf16>(client, output)?.iter().map(|x| x.to_f32()).collect(),
+            };
+            let near = |(at, found): (usize, &f32)| {
+                let terms = (0..COLS).map(|k| {
+                    let weight = dense[at % ROWS * COLS + k];
+                    f64::from(input[at / ROWS * COLS + k]) * f64::from(weight)
+                });
+                let (sum, size) = terms
+                    .fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs()));
+                (f64::from(*found) - sum).abs() <= (1e-5 + rounding) * size
+            };
+            check("a product", found.iter().enumerate().map(near))?;
+        }
     }
     Ok(())
+}
+
+/// Converts values to a dtype of 16 bits.
+fn halves<T: HostElement>(values: &[f32]) -> Vec<T> {
+    let mut halves = vec![T::default(); values.len()];
+    T::write(values, &mut halves);
+    halves
 }
 
 fn read<T: CubeElement + Clone>(client: &Client, handle: Handle) -> Result<Vec<T>, Refusal> {

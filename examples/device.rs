@@ -1,6 +1,8 @@
 //! The `--device` option.
 
 use burn::tensor::Device;
+#[cfg(feature = "wgpu")]
+use burn::tensor::DeviceKind;
 use clap::ValueEnum;
 
 /// Burn devices that the examples run on.
@@ -17,6 +19,9 @@ pub enum OnDevice {
     /// CubeCL's CPU runtime.
     #[cfg(feature = "cpu")]
     Cpu,
+    /// A GPU through Vulkan.
+    #[cfg(feature = "wgpu")]
+    Wgpu,
 }
 
 impl OnDevice {
@@ -32,6 +37,8 @@ impl OnDevice {
             Self::Cuda => Device::cuda(0),
             #[cfg(feature = "cpu")]
             Self::Cpu => Device::cpu(),
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu => Device::vulkan(DeviceKind::DefaultDevice),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Fused products and lookups of unmodified layers with packed weights: the operations that are
 //! fused, and their results. Every test calls `init` before any operation on a Cube device.
 
-#![cfg(any(feature = "cpu", feature = "cuda"))]
+#![cfg(any(feature = "cpu", feature = "cuda", feature = "wgpu"))]
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -35,7 +35,7 @@ fn alone() -> MutexGuard<'static, ()> {
 
 /// Returns the devices with kernels, and their dtypes.
 fn cube_devices() -> Vec<(&'static str, Device, Vec<DType>)> {
-    devices().into_iter().filter(|(name, ..)| ["cpu", "cuda"].contains(name)).collect()
+    devices().into_iter().filter(|(name, ..)| ["cpu", "cuda", "wgpu"].contains(name)).collect()
 }
 
 /// Counts the fused products of a closure.
@@ -358,8 +358,12 @@ fn random_shapes_and_schemes_are_multiplied() {
     let _alone = alone();
     let mut random_numbers = Random::new(12);
     for (name, device, dtypes) in cube_devices() {
-        // The CPU runtime compiles every shape for seconds.
-        let cases = if name == "cpu" { 25 } else { 200 };
+        // The CPU runtime compiles every shape for seconds, a software rasterizer is slow.
+        let cases = match name {
+            "cpu" => 25,
+            "wgpu" => 60,
+            _ => 200,
+        };
         for at in 0..cases {
             let schemes = [
                 Fp4Scheme::nvfp4(),

@@ -17,6 +17,7 @@
 //! | `fake_quantize.rs`       | quantizes and dequantizes in one pass                            |
 //! | `dequantize.rs`          | dense values of codes and scales                                 |
 //! | `squared_error.rs`       | squared error of a packed tensor                                 |
+//! | `self_test.rs`           | [`Capability::tested`]: if a driver of wgpu is trusted           |
 //! | `hadamard.rs`            | Hadamard transform before the operands of a matmul are quantized |
 //! | `gram.rs`                | [`add_gram`]: `X^T X`, the second moments of a layer's inputs    |
 //!
@@ -30,10 +31,13 @@
 //! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
 //! | `decoder/`  | a decoder besides its matmuls: norms, attention, draws of tokens           |
-//! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA and WGMMA                 |
+//! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA, WGMMA; those of wgpu     |
 //!
 //! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not
 //! an operand of the addition: CubeCL would fuse the two and change the bits.
+//!
+//! On CubeCL's wgpu runtime only [`dequantize`] and [`Matmul`] run. Their drivers may flush
+//! subnormals and choose the size of a plane, see [`Portable`].
 
 #[cfg(feature = "cuda")]
 extern crate alloc;
@@ -57,6 +61,7 @@ mod plan;
 mod quantize;
 mod quantize_by_hessian;
 mod search;
+mod self_test;
 mod squared_error;
 mod tensor;
 mod tensor_amax;
@@ -71,8 +76,8 @@ pub use hadamard::hadamard;
 pub use matmul::{FamilyPlan, Matmul, MatmulPlan, Prefetch};
 pub use packed::PackedHandles;
 pub use plan::{
-    Capability, Conversion, Dtype, Launch, Operation, Problem, Refusal, ThreadTile, TileSharing,
-    UNITS, WgmmaSupport, plan,
+    Capability, Conversion, Decoding, Dtype, Launch, Operation, Portable, Problem, Refusal,
+    ThreadTile, TileSharing, UNITS, WgmmaSupport, plan,
 };
 pub use quantize::{quantize, quantize_weighted};
 pub use quantize_by_hessian::{Hessians, quantize_by_hessian};

@@ -46,7 +46,7 @@ impl PackedHandles {
         unsafe {
             PackedInLaunch::new(
                 BufferArg::from_raw_parts(self.codes, values / codes),
-                BufferArg::from_raw_parts(self.scales, values / scales),
+                BufferArg::from_raw_parts(self.scales, values.div_ceil(scales)),
                 BufferArg::from_raw_parts(self.tensor_scale, self.tensor_scales),
             )
         }
@@ -94,4 +94,15 @@ pub(crate) fn store_tensor_scale<W: Size>(
 ) {
     let at = if comptime!(blueprint.by_row) { row } else { 0u32.runtime() };
     packed.tensor_scale[at as usize] = u32::reinterpret(decode);
+}
+
+/// Loads the code of a block scale. Devices of the wgpu runtime load four at a time, as a word:
+/// WGSL has no bytes in memory.
+#[cube]
+pub(crate) fn load_scale<S: Int>(scales: &[S], block: u32, #[comptime] in_words: bool) -> u32 {
+    if comptime!(in_words) {
+        (u32::cast_from(scales[(block / 4) as usize]) >> (block % 4 * 8)) & 0xFFu32
+    } else {
+        u32::cast_from(scales[block as usize])
+    }
 }

@@ -669,7 +669,7 @@ fn the_path_of_a_product_is_reported_with_a_remedy() {
         // This process does not call `init`.
         let (why, remedy) = match name {
             "flex" | "ndarray" => (DequantizeReason::Host, "Fp4Linear"),
-            "cpu" | "cuda" => (DequantizeReason::NotInitialized, "burn_fp4::init()"),
+            "cpu" | "cuda" | "wgpu" => (DequantizeReason::NotInitialized, "burn_fp4::init()"),
             _ => (DequantizeReason::Device, "CUDA"),
         };
         assert_eq!(of(&matrix, DType::F32), why, "{name}");

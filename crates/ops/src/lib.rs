@@ -117,7 +117,7 @@ pub use train::fake_quantize::{
 pub use train::recipe::TrainRecipe;
 pub use train::train_product::train_product;
 
-/// Enables fused FP4 products and lookups on CUDA and CubeCL's CPU runtime.
+/// Enables fused FP4 products and lookups on CUDA, CubeCL's CPU runtime and GPUs of wgpu.
 ///
 /// Call it once at startup, before the first operation on such a device. Further calls do nothing,
 /// and it has no effect on other devices. Use [`matmul_path`] to see which path a weight takes.

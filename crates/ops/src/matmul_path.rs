@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device};
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "cube")]
-use crate::devices::cube::device::with_kernels;
+use crate::devices::cube::device::with_products;
 #[cfg(feature = "cube")]
 use crate::devices::cube::matmul::Planner;
 use crate::devices::is_host;
@@ -54,6 +54,11 @@ pub enum DequantizeReason {
     },
     /// The device has no kernels for these products.
     Device,
+    /// The driver of the device is not trusted with kernels.
+    Driver {
+        /// The problem, such as a failed self-test.
+        problem: String,
+    },
     /// [`init`](crate::init) was not called.
     NotInitialized,
     /// Blocks run along another axis than the layer reads them.
@@ -118,8 +123,9 @@ impl fmt::Display for DequantizeReason {
                  `Fp4Linear`"
             ),
             Self::Device => {
-                write!(f, "the device has no kernels for it; use CUDA or CubeCL's CPU runtime")
+                write!(f, "the device has no kernels for it; use CUDA or Vulkan")
             }
+            Self::Driver { problem } => write!(f, "{problem}; update its driver"),
             Self::NotInitialized => {
                 write!(f, "call burn_fp4::init() at the start of the program")
             }
@@ -166,7 +172,7 @@ pub fn matmul_path(layout: &Fp4Layout, dtype: DType, device: &Device) -> MatmulP
         return MatmulPath::Dequantized(DequantizeReason::Host);
     }
     #[cfg(feature = "cube")]
-    if let Some(cube) = with_kernels(device) {
+    if let Some(cube) = with_products(device) {
         return match is_active(device) {
             true => planned(layout, dtype, &cube),
             false => MatmulPath::Dequantized(DequantizeReason::NotInitialized),
@@ -180,7 +186,13 @@ pub fn matmul_path(layout: &Fp4Layout, dtype: DType, device: &Device) -> MatmulP
 fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -> MatmulPath {
     // Plans are the same for all larger inputs, and no weight is too large for this one.
     const MANY: usize = 1024;
-    let mut planner = Planner::new(&device.client());
+    let mut planner = match Planner::new(device, &device.client()) {
+        Ok(planner) => planner,
+        Err(refusal) => {
+            let problem = refusal.to_string();
+            return MatmulPath::Dequantized(DequantizeReason::Driver { problem });
+        }
+    };
     let contracted = if layout.axis == 0 { layout.clone() } else { layout.transposed() };
     let mut from_codes = |rows: &usize| planner.plan(*rows, &contracted, dtype).is_some();
     let most = match from_codes(&MANY) {

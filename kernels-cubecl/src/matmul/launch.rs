@@ -10,7 +10,7 @@ use super::plan::{FamilyPlan, Kernel, Matmul, MatmulPlan, SmallM};
 use super::prefetch::Prefetch;
 #[cfg(feature = "cuda")]
 use super::ptx::PtxWgmma;
-use super::{gemv, mma, small_m, wgmma};
+use super::{gemv, mma, portable_cmma, portable_gemm, portable_gemv, small_m, wgmma};
 use crate::memory::check_memory;
 use crate::packed::PackedHandles;
 use crate::plan::{Capability, Dtype, Refusal, WgmmaSupport};
@@ -70,6 +70,30 @@ impl MatmulPlan {
                     Dtype::F32 => gemv::launch::<f32>,
                     Dtype::F16 => gemv::launch::<f16>,
                     Dtype::Bf16 => gemv::launch::<bf16>,
+                };
+                launch(client, handles, made, matmul, blueprint, plan);
+            }
+            Kernel::PortableGemv(plan) => {
+                let launch = match dtype {
+                    Dtype::F32 => portable_gemv::launch::<f32>,
+                    Dtype::F16 => portable_gemv::launch::<f16>,
+                    Dtype::Bf16 => portable_gemv::launch::<bf16>,
+                };
+                launch(client, handles, made, matmul, blueprint, plan);
+            }
+            Kernel::PortableGemm(plan) => {
+                let launch = match dtype {
+                    Dtype::F32 => portable_gemm::launch::<f32>,
+                    Dtype::F16 => portable_gemm::launch::<f16>,
+                    Dtype::Bf16 => portable_gemm::launch::<bf16>,
+                };
+                launch(client, handles, made, matmul, blueprint, plan);
+            }
+            Kernel::PortableCmma(plan) => {
+                // f32 is never planned for this kernel.
+                let launch = match dtype {
+                    Dtype::Bf16 => portable_cmma::launch::<bf16>,
+                    Dtype::F16 | Dtype::F32 => portable_cmma::launch::<f16>,
                 };
                 launch(client, handles, made, matmul, blueprint, plan);
             }

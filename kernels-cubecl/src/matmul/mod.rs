@@ -8,6 +8,10 @@ mod launch;
 mod mma;
 mod operands;
 mod plan;
+mod portable_cmma;
+mod portable_gemm;
+mod portable_gemv;
+mod portable_plan;
 mod prefetch;
 #[cfg(feature = "cuda")]
 mod ptx;

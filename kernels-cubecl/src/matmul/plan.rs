@@ -4,6 +4,10 @@ use burn_fp4_search::SearchError;
 use burn_fp4_search::formats::{FormatError, Fp4Format};
 use burn_fp4_search::host::View;
 
+use super::portable_plan::{
+    MAX_GEMM_M as MAX_PORTABLE_GEMM_M, MAX_GEMV_M as MAX_PORTABLE_GEMV_M, PortableCmma,
+    PortableGemm, PortableGemv,
+};
 use crate::numeric::scale_grid::f16_holds_products;
 use crate::plan::{Capability, Dtype, Refusal, ThreadTile, UNITS, WgmmaSupport};
 
@@ -65,6 +69,12 @@ pub(super) enum Kernel {
     SmallM(SmallM),
     /// Matrix instructions of a warpgroup.
     Wgmma(Wgmma),
+    /// Multiplications and additions in f32 on the wgpu runtime, for few rows of the input.
+    PortableGemv(PortableGemv),
+    /// Multiplications and additions in f32 on the wgpu runtime.
+    PortableGemm(PortableGemm),
+    /// Matrix instructions of a plane on the wgpu runtime.
+    PortableCmma(PortableCmma),
 }
 
 /// Launch of `wgmma.rs`. A cube takes [`WGMMA_TILE_N`] packed rows, some rows of the input and,
@@ -247,6 +257,9 @@ impl Matmul {
     /// # Errors
     /// [`Refusal`] if blocks do not divide k, or a tensor has too many values.
     pub fn plan(&self, device: &Capability) -> Result<Option<MatmulPlan>, Refusal> {
+        if device.portable.is_some() {
+            return self.portable(device);
+        }
         let wgmma = || match device.wgmma {
             WgmmaSupport::Ptx => self.wgmma(device),
             WgmmaSupport::Emulated | WgmmaSupport::None => self.mma(device),
@@ -312,6 +325,79 @@ impl Matmul {
     pub fn gemv(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
         let kernel = Kernel::Gemv(self.gemv_launch(device)?);
         Ok(MatmulPlan { matmul: *self, device: *device, kernel })
+    }
+
+    /// Plans the fastest kernel on a device of the wgpu runtime; see [`plan`](Self::plan).
+    fn portable(&self, device: &Capability) -> Result<Option<MatmulPlan>, Refusal> {
+        // The other kernels need shared memory.
+        let shares = device.portable.is_some_and(|portable| portable.shares());
+        if self.m <= MAX_PORTABLE_GEMV_M || !shares {
+            return self.portable_gemv(device).map(Some);
+        }
+        match self.portable_cmma(device) {
+            Err(Refusal::Instructions { .. }) => {}
+            planned => return planned.map(Some),
+        }
+        let dense = device.portable.is_some_and(|portable| portable.cmma_f16);
+        if self.dtype == Dtype::F32 && dense && self.m > MAX_PORTABLE_GEMM_M {
+            return Ok(None);
+        }
+        self.portable_gemm(device).map(Some)
+    }
+
+    /// Plans multiplications and additions in f32 on a device of the wgpu runtime, for few rows of
+    /// the input.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan), and [`Refusal::Device`] for another device or one that lacks what
+    /// the kernel needs.
+    pub fn portable_gemv(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
+        self.check_portable(device)?;
+        let kernel = Kernel::PortableGemv(PortableGemv::plan([self.m, self.n, self.k], device));
+        Ok(MatmulPlan { matmul: *self, device: *device, kernel })
+    }
+
+    /// Plans multiplications and additions in f32 on a device of the wgpu runtime.
+    ///
+    /// # Errors
+    /// As [`portable_gemv`](Self::portable_gemv).
+    pub fn portable_gemm(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
+        self.check_portable(device)?;
+        if !device.portable.is_some_and(|portable| portable.shares()) {
+            return Err(Refusal::Device { lacks: "has less than 16 KiB of shared memory" });
+        }
+        let kernel = Kernel::PortableGemm(PortableGemm::plan([self.m, self.n], device));
+        Ok(MatmulPlan { matmul: *self, device: *device, kernel })
+    }
+
+    /// Plans matrix instructions on a device of the wgpu runtime: exact products of
+    /// `element x block scale`, sums in f32, for f16 and bf16.
+    ///
+    /// # Errors
+    /// As [`portable_gemv`](Self::portable_gemv), and [`Refusal::Instructions`] if they do not fit.
+    pub fn portable_cmma(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
+        self.check_portable(device)?;
+        let multiplies = device.portable.is_some_and(|portable| match self.dtype {
+            Dtype::F16 => portable.cmma_f16,
+            Dtype::Bf16 => portable.cmma_bf16,
+            Dtype::F32 => false,
+        });
+        self.check_instructions(multiplies, 32)?;
+        match PortableCmma::plan([self.m, self.n, self.k], device) {
+            Some(cmma) => {
+                let kernel = Kernel::PortableCmma(cmma);
+                Ok(MatmulPlan { matmul: *self, device: *device, kernel })
+            }
+            None => Err(Refusal::Instructions { reason: "they need more shared memory" }),
+        }
+    }
+
+    fn check_portable(&self, device: &Capability) -> Result<(), Refusal> {
+        self.check()?;
+        if device.portable.is_none() {
+            return Err(Refusal::Device { lacks: "is not one of the wgpu runtime" });
+        }
+        device.check_portable(self.dtype)
     }
 
     /// Checks that matrix instructions compute the matmul exactly enough, and that k consists of
@@ -437,9 +523,8 @@ impl Matmul {
         let plane_n = plane_n.unwrap_or(1);
         let groups = self.n.div_ceil((plane_n * planes) as usize);
         let cubes = (groups * self.m.div_ceil(plane_m as usize)) as u32;
-        let lines = cubes.div_ceil(device.max_cubes).max(1);
         Ok(Gemv {
-            cubes: [cubes.div_ceil(lines), lines],
+            cubes: device.two_dimensions(cubes),
             plane: device.plane,
             words: if self.k.is_multiple_of(32) { 4 } else { 2 },
             plane_n,
@@ -471,7 +556,7 @@ impl Matmul {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::GPU;
+    use crate::plan::{GPU, Portable};
 
     fn matmul(m: usize, n: usize, k: usize) -> Matmul {
         let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);
@@ -592,6 +677,38 @@ mod tests {
         let none = Capability { mma: false, ..GPU };
         assert!(matches!(fits.mma(&none), Err(Refusal::Instructions { .. })));
         assert!(fits.mma(&GPU).is_ok());
+    }
+
+    #[test]
+    fn the_wgpu_runtime_multiplies_by_what_the_device_has() {
+        let portable = Portable {
+            f16: true,
+            bf16: false,
+            cmma_f16: true,
+            cmma_bf16: false,
+            units: 256,
+            shared_memory: 48 << 10,
+        };
+        let of = |m, dtype, portable| {
+            let device = Capability { portable: Some(portable), ..GPU };
+            let planned = Matmul { dtype, ..matmul(m, 8192, 8192) }.plan(&device).unwrap();
+            planned.map(|planned| match planned.kernel {
+                Kernel::PortableGemv(_) => "gemv",
+                Kernel::PortableGemm(_) => "gemm",
+                Kernel::PortableCmma(_) => "cmma",
+                other => panic!("{other:?}"),
+            })
+        };
+        assert_eq!(of(8, Dtype::F16, portable), Some("gemv"));
+        assert_eq!(of(9, Dtype::F16, portable), Some("cmma"));
+        assert_eq!(of(64, Dtype::F32, portable), Some("gemm"));
+        // Burn's dense matmul has matrix instructions.
+        assert_eq!(of(65, Dtype::F32, portable), None);
+        let small = Portable { shared_memory: 8 << 10, ..portable };
+        assert_eq!(of(512, Dtype::F16, small), Some("gemv"));
+        let plain = Portable { cmma_f16: false, ..portable };
+        assert_eq!(of(512, Dtype::F16, plain), Some("gemm"));
+        assert_eq!(of(512, Dtype::F32, plain), Some("gemm"));
     }
 
     #[test]

@@ -24,9 +24,9 @@ const BIAS: i32 = F32_BIAS as i32;
 /// Mantissa bits of an f32.
 pub(crate) const MANTISSA: u32 = F32_MANTISSA_BITS;
 /// Bits of infinity in an f32.
-const INFINITY: u32 = 0x7F80_0000;
+pub(crate) const INFINITY: u32 = 0x7F80_0000;
 /// Bits of NaN in an f32.
-const NAN: u32 = 0x7FC0_0000;
+pub(crate) const NAN: u32 = 0x7FC0_0000;
 /// Elements that [`decode_pair`](super::element::decode_pair) decodes to f16 are 2^14 times too
 /// small.
 const F16_ELEMENT: i32 = 14;
@@ -36,12 +36,12 @@ const BF16_ELEMENT: i32 = 126;
 const PRODUCT: i32 = 8;
 
 /// Returns 2^exponent, a normal f32.
-const fn power(exponent: i32) -> f32 {
+pub(crate) const fn power(exponent: i32) -> f32 {
     f32::from_bits(((exponent + BIAS) as u32) << MANTISSA)
 }
 
 /// Returns the code with all bits set, which is NaN; also the mask of codes without sign.
-const fn ones(row: Minifloat) -> u32 {
+pub(crate) const fn ones(row: Minifloat) -> u32 {
     (1 << (row.exponent_bits + row.mantissa_bits)) - 1
 }
 
@@ -56,13 +56,13 @@ const fn dropped(row: Minifloat) -> u32 {
 }
 
 /// Returns the difference between the fields of an f32, without the dropped bits, and of its code.
-const fn rebias(row: Minifloat) -> u32 {
+pub(crate) const fn rebias(row: Minifloat) -> u32 {
     ((BIAS - row.bias) as u32) << row.mantissa_bits
 }
 
 /// Returns the code of the smallest normal value. Smaller values are multiples of the smallest
 /// positive one.
-const fn first_normal(row: Minifloat) -> u32 {
+pub(crate) const fn first_normal(row: Minifloat) -> u32 {
     1 << row.mantissa_bits
 }
 

@@ -1,11 +1,17 @@
 //! Facts about a device that plans depend on.
 
 use cubecl::client::Client;
-use cubecl::features::{Features, MmaConfig, Plane};
+use cubecl::features::{Features, MmaConfig, Plane, TypeUsage};
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
+
+use super::problem::Dtype;
+use super::refusal::Refusal;
 
 /// Units of a cube: threads of a thread block.
 pub const UNITS: u32 = 256;
+
+/// Bytes of shared memory that kernels for the wgpu runtime use: the least that WebGPU allows.
+const SHARED_MEMORY: usize = 16 << 10;
 
 /// Facts about a device that plans depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -26,6 +32,85 @@ pub struct Capability {
     pub fast_shared_memory: bool,
     /// True if the device computes in f64.
     pub doubles: bool,
+    /// Conversion of codes and block scales to floats.
+    pub decoding: Decoding,
+    /// Limits of a device whose matmuls run as `portable_gemv.rs` and `portable_gemm.rs`: one of
+    /// CubeCL's wgpu runtime. None on CUDA and on the CPU runtime.
+    pub portable: Option<Portable>,
+}
+
+/// Conversion of codes and block scales to floats.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Decoding {
+    /// Codes become subnormals, which a multiplication restores: the fewest instructions, if the
+    /// device keeps subnormals of f16 and f32.
+    Subnormals,
+    /// Codes of matmuls become subnormals of f16, everything else is decoded as with
+    /// [`Integers`](Self::Integers). The driver's conversion from f16 keeps them.
+    HalfSubnormals,
+    /// Integer arithmetic makes normal floats, for drivers that flush subnormals to zero.
+    Integers,
+}
+
+/// Limits of a device of CubeCL's wgpu runtime.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Portable {
+    /// True if buffers hold f16.
+    pub f16: bool,
+    /// True if buffers hold bf16.
+    pub bf16: bool,
+    /// True if a plane of 32 units multiplies 16 x 16 matrices of f16, with sums in f32.
+    pub cmma_f16: bool,
+    /// True if it multiplies those of bf16.
+    pub cmma_bf16: bool,
+    /// Largest number of units of a cube.
+    pub units: u32,
+    /// Bytes of shared memory of a cube; 0 on software rasterizers such as Mesa's lavapipe. CubeCL
+    /// 0.11 compiles shared memory to invalid SPIR-V for drivers without
+    /// `VK_KHR_workgroup_memory_explicit_layout`, which crash on it. Drivers of graphics cards have
+    /// the extension.
+    pub shared_memory: usize,
+}
+
+impl Portable {
+    /// Reads the limits of a device with planes of this size.
+    fn of(properties: &DeviceProperties, plane: u32) -> Self {
+        let holds = |kind| {
+            let usage = properties.type_usage(ElemType::Float(kind));
+            usage.contains(TypeUsage::Buffer)
+        };
+        let multiplies = |half| {
+            let (half, full) = (ElemType::Float(half), ElemType::Float(FloatKind::F32));
+            let config =
+                MmaConfig { a_type: half, b_type: half, cd_type: full, m: 16, n: 16, k: 16 };
+            plane == 32 && properties.features.matmul.cmma.contains(&config)
+        };
+        Self {
+            f16: holds(FloatKind::F16),
+            bf16: holds(FloatKind::BF16),
+            cmma_f16: multiplies(FloatKind::F16),
+            cmma_bf16: multiplies(FloatKind::BF16),
+            units: properties.hardware.max_units_per_cube,
+            shared_memory: match properties.identity.physical {
+                Some(_) => properties.hardware.max_shared_memory_size,
+                None => 0,
+            },
+        }
+    }
+
+    /// Returns true if cubes have enough shared memory for kernels that use it.
+    pub(crate) const fn shares(&self) -> bool {
+        self.shared_memory >= SHARED_MEMORY
+    }
+
+    /// Returns true if buffers hold a dtype.
+    pub(crate) fn holds(&self, dtype: Dtype) -> bool {
+        match dtype {
+            Dtype::F32 => true,
+            Dtype::F16 => self.f16,
+            Dtype::Bf16 => self.bf16,
+        }
+    }
 }
 
 /// Matrix instructions of a warpgroup, which is four planes.
@@ -41,7 +126,8 @@ pub enum WgmmaSupport {
 }
 
 impl Capability {
-    /// Reads the capability of a client's device.
+    /// Reads the capability of a client's device. [`tested`](Self::tested) may find a faster
+    /// [`Decoding`] on the wgpu runtime.
     #[must_use]
     pub fn of(client: &Client) -> Self {
         let properties = client.properties();
@@ -49,8 +135,12 @@ impl Capability {
         let one_size = hardware.plane_size_min == hardware.plane_size_max;
         let planes = one_size && properties.features.plane.contains(Plane::Ops);
         let cpu = hardware.num_cpu_cores.is_some();
+        // The names are `wgpu<spirv>`, `wgpu<msl>` and `wgpu<wgsl>`.
+        let wgpu = client.name().starts_with("wgpu");
+        let plane = if planes { hardware.plane_size_min } else { 1 };
+        let portable = wgpu.then(|| Portable::of(properties, plane));
         Self {
-            plane: if planes { hardware.plane_size_min } else { 1 },
+            plane,
             // Four cubes per multiprocessor, so that several loads of 16 bytes per unit are in
             // flight.
             cubes: 4 * hardware.num_streaming_multiprocessors.unwrap_or(32),
@@ -59,9 +149,29 @@ impl Capability {
             mma: planes && hardware.plane_size_min == 32 && multiplies_halves(&properties.features),
             wgmma: wgmma_support(properties),
             // The CPU runtime runs the units of a cube one after the other: barriers are slow.
-            fast_shared_memory: !cpu,
+            fast_shared_memory: !cpu && portable.is_none_or(|portable| portable.shares()),
             doubles: properties.supports_type(ElemType::Float(FloatKind::F64)),
+            decoding: if wgpu { Decoding::Integers } else { Decoding::Subnormals },
+            portable,
         }
+    }
+}
+
+impl Capability {
+    /// Divides cubes over two dimensions, if the device allows fewer in one.
+    pub(crate) fn two_dimensions(&self, cubes: u32) -> [u32; 2] {
+        let lines = cubes.div_ceil(self.max_cubes).max(1);
+        [cubes.div_ceil(lines), lines]
+    }
+
+    /// Checks that the kernels for the wgpu runtime can run on the device, if it is one of its.
+    pub(crate) fn check_portable(&self, dtype: Dtype) -> Result<(), Refusal> {
+        let lacks = match &self.portable {
+            Some(portable) if portable.units < UNITS => "has cubes of fewer than 256 units",
+            Some(portable) if !portable.holds(dtype) => "has no buffers of the dtype",
+            _ => return Ok(()),
+        };
+        Err(Refusal::Device { lacks })
     }
 }
 
@@ -96,6 +206,8 @@ pub(crate) const GPU: Capability = Capability {
     wgmma: WgmmaSupport::None,
     fast_shared_memory: true,
     doubles: true,
+    decoding: Decoding::Subnormals,
+    portable: None,
 };
 
 /// A device without planes and matrix instructions, for tests.

@@ -54,8 +54,7 @@ pub fn plan(
         Operation::Amax | Operation::SquaredError => cubes.min(device.cubes),
         _ => cubes,
     };
-    let lines = cubes.div_ceil(device.max_cubes).max(1);
-    Ok(Launch { cubes: [cubes.div_ceil(lines), lines], units, items, thread_tile })
+    Ok(Launch { cubes: device.two_dimensions(cubes), units, items, thread_tile })
 }
 
 /// Checks that an operation has a kernel for its problem.

@@ -8,7 +8,7 @@ mod refusal;
 mod statistics;
 mod thread_tile;
 
-pub use capability::{Capability, UNITS, WgmmaSupport};
+pub use capability::{Capability, Decoding, Portable, UNITS, WgmmaSupport};
 pub use launch::{Launch, plan};
 pub use problem::{Dtype, Operation, Problem};
 pub use refusal::Refusal;

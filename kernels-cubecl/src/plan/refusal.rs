@@ -28,6 +28,28 @@ pub enum Refusal {
     /// The device does not compute in f64.
     #[error("the device has no f64")]
     NoDoubles,
+    /// The device lacks what kernels need.
+    #[error("the device {lacks}")]
+    Device {
+        /// The reason, as the end of a sentence that begins with the device.
+        lacks: &'static str,
+    },
+    /// The driver's results are not those of the host.
+    #[error("the driver fails the self-test: {operation} has {wrong} wrong values of {values}")]
+    SelfTest {
+        /// The operation that was tested.
+        operation: &'static str,
+        /// Values that differ.
+        wrong: usize,
+        /// Values that were compared.
+        values: usize,
+    },
+    /// The device failed while it was tested.
+    #[error("the device fails during the self-test: {error}")]
+    Failed {
+        /// The error of the device.
+        error: String,
+    },
     /// Memory is shorter than the operation reads.
     #[error("{what} is {found} bytes of memory, not {expected}")]
     Memory {

@@ -73,13 +73,18 @@ pub enum Conversion {
     Device,
     /// Integer arithmetic on the bits of a bf16: the instruction of x86 flushes subnormals to zero.
     Bf16Bits,
+    /// Integer arithmetic on the bits of an f16: drivers of Vulkan may round toward zero.
+    F16Bits,
 }
 
 impl Conversion {
     /// Returns the conversion to a dtype on a device.
     pub(crate) fn to(dtype: Dtype, device: &Capability) -> Self {
-        let bits = dtype == Dtype::Bf16 && !device.converts_bf16;
-        if bits { Self::Bf16Bits } else { Self::Device }
+        match dtype {
+            Dtype::Bf16 if device.portable.is_some() || !device.converts_bf16 => Self::Bf16Bits,
+            Dtype::F16 if device.portable.is_some() => Self::F16Bits,
+            _ => Self::Device,
+        }
     }
 }
 

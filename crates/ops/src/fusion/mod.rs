@@ -37,7 +37,7 @@ use burn_cubecl::fusion::{
 
 use self::pattern::Pattern;
 use self::run::FusedProduct;
-use crate::devices::cube::device::{has_kernels, with_kernels};
+use crate::devices::cube::device::{may_multiply, with_products};
 use crate::devices::cube::queues;
 use crate::error::OpsError;
 
@@ -70,7 +70,7 @@ fn keep_kernels() {
 
 /// Returns true if products with packed weights on this device run straight from the codes.
 pub(crate) fn is_active(device: &Device) -> bool {
-    with_kernels(device).is_some() && matches!(REGISTERED.get(), Some(Ok(())))
+    with_products(device).is_some() && matches!(REGISTERED.get(), Some(Ok(())))
 }
 
 /// Makes a fuser for each device.
@@ -81,7 +81,7 @@ impl OptimizationProvider for Provider {
 
     fn fuser(&self, device: &CubeDevice) -> CubeFuser {
         // Without kernels it stays closed.
-        let off = !has_kernels(device);
+        let off = !may_multiply(device);
         let device = device.clone();
         let (pattern, ready) = (Pattern::default(), Pattern::default());
         CubeFuser::new(Fuser { device, off, closed: off, pattern, ready })

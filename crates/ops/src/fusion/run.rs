@@ -27,7 +27,7 @@ type Fallback<'a> = &'a dyn Fn(usize) -> Box<dyn FallbackOperation>;
 /// A matched pattern on a device.
 pub(super) struct FusedProduct {
     device: CubeDevice,
-    /// One per member, set by the first run.
+    /// One per member, set by the first run, if the device multiplies by kernels.
     planners: Vec<Planner>,
     pattern: Pattern,
 }
@@ -60,7 +60,8 @@ impl FusedOperation for FusedProduct {
         let mut planners = core::mem::take(&mut self.planners);
         if planners.is_empty() {
             let client = self.device.client();
-            planners = self.pattern.members.iter().map(|_| Planner::new(&client)).collect();
+            let planner = |_| Planner::new(&self.device, &client).ok();
+            planners = self.pattern.members.iter().map_while(planner).collect();
         }
         let lookup = self.pattern.members.iter().find_map(|member| match &member.reader {
             Some(Reader::Lookup(select)) => Some((&member.dequantize, select)),
@@ -100,8 +101,11 @@ impl FusedProduct {
         Self { device, planners: Vec::new(), pattern }
     }
 
-    /// Plans all products, or returns `None` if one of them has no plan.
+    /// Plans all products, or returns `None` if one of them has no plan, or the device no kernels.
     fn plan(&self, planners: &mut [Planner], context: &Streams) -> Option<Vec<Planned<'_>>> {
+        if planners.len() < self.pattern.members.len() {
+            return None;
+        }
         let members = self.pattern.members.iter().zip(planners);
         members
             .map(|(member, planner)| {

@@ -1,14 +1,21 @@
 //! Cube devices with kernels, and tensors in the form that kernels take.
+//!
+//! CUDA and CubeCL's CPU runtime run all kernels, with the reference's bits. Devices of wgpu only
+//! dequantize and multiply by kernels, if their driver passes a self-test: these do not depend on
+//! the order of a sum, nor on subnormals.
+
+use std::sync::{Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, Shape};
 use burn_cubecl::CubeDevice;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use burn_fp4_cubecl::Dtype;
+use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
+use burn_fp4_cubecl::{Capability, Dtype, Refusal};
 use burn_fp4_search::host::View;
 
-/// Returns true if the device runs kernels with the reference's bits.
+/// Returns true if the device quantizes by kernels, with the reference's bits.
 ///
 /// Drivers behind wgpu may reassociate sums and flush subnormals. There tensor operations do the
 /// work, which round once each.
@@ -27,6 +34,38 @@ pub(crate) fn cube_device(device: &Device) -> Option<CubeDevice> {
 /// Returns the Cube device behind a device, if it has kernels.
 pub(crate) fn with_kernels(device: &Device) -> Option<CubeDevice> {
     cube_device(device).filter(has_kernels)
+}
+
+/// Returns true if the device may dequantize and multiply by kernels; [`capability`] decides.
+pub(crate) fn may_multiply(device: &CubeDevice) -> bool {
+    has_kernels(device) || matches!(device, CubeDevice::Wgpu(_))
+}
+
+/// Returns the Cube device behind a device, if it may multiply by kernels.
+pub(crate) fn with_products(device: &Device) -> Option<CubeDevice> {
+    cube_device(device).filter(may_multiply)
+}
+
+/// Returns the capability of a device whose kernels dequantize and multiply. The first call for a
+/// device of wgpu tests its driver, and waits for the results.
+///
+/// # Errors
+/// The reason why the driver is not trusted.
+pub(crate) fn capability(device: &CubeDevice, client: &Client) -> Result<Capability, Refusal> {
+    static TESTED: Mutex<Vec<(CubeDevice, Result<Capability, Refusal>)>> = Mutex::new(Vec::new());
+    if !may_multiply(device) {
+        return Err(Refusal::Device { lacks: "has no kernels" });
+    }
+    if has_kernels(device) {
+        return Ok(Capability::of(client));
+    }
+    let mut tested = TESTED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, found)) = tested.iter().find(|(known, _)| known == device) {
+        return found.clone();
+    }
+    let found = Capability::tested(client);
+    tested.push((device.clone(), found.clone()));
+    found
 }
 
 /// Returns the dtype that kernels use for values of a dtype; callers have checked it.

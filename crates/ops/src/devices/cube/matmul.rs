@@ -4,14 +4,14 @@
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use burn::tensor::{DType, Shape};
-use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
-use burn_fp4_cubecl::{Capability, FamilyPlan, Matmul, MatmulPlan, PackedHandles};
+use burn_fp4_cubecl::{Capability, FamilyPlan, Matmul, MatmulPlan, PackedHandles, Refusal};
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
-use super::device::{kernel_dtype, output_tensor};
+use super::device::{capability, kernel_dtype, output_tensor};
 use super::{prefetch, queues};
 use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
@@ -24,8 +24,12 @@ pub(crate) struct Planner {
 }
 
 impl Planner {
-    pub(crate) fn new(client: &Client) -> Self {
-        Self { capability: Capability::of(client), last: None }
+    /// Makes the planner of a device.
+    ///
+    /// # Errors
+    /// The reason why the device multiplies without kernels.
+    pub(crate) fn new(device: &CubeDevice, client: &Client) -> Result<Self, Refusal> {
+        Ok(Self { capability: capability(device, client)?, last: None })
     }
 
     /// Plans the product of an input `[m, k]` with a weight `[k, n]`; none if its blocks run along
@@ -144,7 +148,7 @@ pub fn fused_products() -> FusedProducts {
 
 #[cfg(test)]
 mod tests {
-    use burn_fp4_cubecl::WgmmaSupport;
+    use burn_fp4_cubecl::{Decoding, WgmmaSupport};
 
     use super::*;
 
@@ -159,6 +163,8 @@ mod tests {
             wgmma: WgmmaSupport::None,
             fast_shared_memory: true,
             doubles: true,
+            decoding: Decoding::Subnormals,
+            portable: None,
         };
         let mut planner = Planner { capability, last: None };
         let layout = Fp4Layout::new(&[512, 256].into(), 0, &Fp4Scheme::nvfp4()).unwrap();

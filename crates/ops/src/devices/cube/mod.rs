@@ -1,4 +1,5 @@
-//! Burn's Cube devices: kernels on CUDA and on CubeCL's CPU runtime, tensor operations on others.
+//! Burn's Cube devices: kernels on CUDA and on CubeCL's CPU runtime. On wgpu kernels dequantize and
+//! multiply, and tensor operations do the rest.
 //!
 //! | file               | what it holds                                                          |
 //! |--------------------|------------------------------------------------------------------------|
@@ -37,7 +38,7 @@ use burn_fp4_cubecl::{
 use burn_fp4_search::host::{DequantTarget, View};
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
-use self::device::{contiguous, has_kernels, kernel_dtype, output_tensor};
+use self::device::{capability, contiguous, has_kernels, kernel_dtype, output_tensor};
 use self::matmul::{DENSE, FUSED, handles, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
@@ -100,9 +101,8 @@ fn multiply(
     layout: Fp4Layout,
 ) -> CubeTensor {
     let [m, n] = [input.meta.shape()[0], layout.shape[1]];
-    let plan = has_kernels(&input.device)
-        .then(|| matmul::Planner::new(&input.client).plan(m, &layout, input.dtype))
-        .flatten();
+    let planner = matmul::Planner::new(&input.device, &input.client);
+    let plan = planner.ok().and_then(|mut planner| planner.plan(m, &layout, input.dtype));
     if let Some(plan) = plan {
         FUSED.fetch_add(1, Ordering::Relaxed);
         return matmul::run(&plan, input, weight, bias, Shape::new([m, n]));
@@ -214,12 +214,11 @@ impl Fp4Backend for CubeBackend {
         layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        if !has_kernels(&packed.codes.device) {
-            return portable::dequantize::<Self>(packed, layout, dtype);
-        }
         let like = packed.codes.clone();
+        let Ok(device) = capability(&like.device, &like.client) else {
+            return portable::dequantize::<Self>(packed, layout, dtype);
+        };
         let dtype = DType::from(dtype);
-        let device = Capability::of(&like.client);
         let problem =
             Problem { view: layout.view(), dtype: kernel_dtype(dtype), scheme: scheme_of(&layout) };
         let values = burn_fp4_cubecl::dequantize(&like.client, &device, handles(packed), &problem)

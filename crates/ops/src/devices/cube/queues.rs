@@ -19,6 +19,8 @@ use burn_backend::{
     DeviceHandle, DeviceId, DeviceService, DeviceServiceStage, ServerUtilitiesHandle,
 };
 use burn_cubecl::{CubeBackend, CubeDevice};
+#[cfg(feature = "wgpu")]
+use burn_fp4_cubecl::cubecl::device::{WgpuBackend, WgpuDevice};
 
 use super::device::cube_device;
 use crate::fusion::pending;
@@ -70,6 +72,10 @@ pub(crate) fn register() {
             CubeDevice::Cuda(Default::default()),
             #[cfg(feature = "cpu")]
             CubeDevice::Cpu(Default::default()),
+            #[cfg(feature = "wgpu")]
+            CubeDevice::Wgpu(Default::default()),
+            #[cfg(feature = "wgpu")]
+            CubeDevice::Wgpu(WgpuDevice::default().on(WgpuBackend::Vulkan)),
         ];
         let handles = |device: CubeDevice| {
             let device = device.to_id();

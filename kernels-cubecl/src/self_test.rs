@@ -1,0 +1,182 @@
+//! [`Capability::tested`]: trusts a driver of the wgpu runtime if kernels give the host's values.
+//!
+//! Every code is dequantized and multiplied with block scales of every kind. That takes a few small
+//! launches, so that callers keep the result.
+
+use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
+use burn_fp4_search::host::{HostElement, View};
+use burn_fp4_search::{Fp4Scheme, ScaleRule};
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+
+use crate::dequantize::dequantize;
+use crate::matmul::Matmul;
+use crate::packed::PackedHandles;
+use crate::plan::{Capability, Decoding, Dtype, Portable, Problem, Refusal};
+
+/// Packed rows and their elements: two blocks each, and a block has every code.
+const ROWS: usize = 8;
+const COLS: usize = 32;
+const BLOCK_SIZE: usize = 16;
+
+/// Subnormals, normal numbers and the largest one.
+const E4M3_SCALES: [u8; 16] =
+    [1, 2, 7, 8, 9, 0x1F, 0x38, 0x39, 0x40, 0x57, 0x66, 0x70, 0x77, 0x7A, 0x7D, 0x7E];
+/// Powers of two whose products with elements are finite and normal.
+const E8M0_SCALES: [u8; 16] =
+    [3, 40, 100, 110, 120, 124, 125, 126, 127, 128, 129, 130, 140, 150, 200, 240];
+
+impl Capability {
+    /// Reads the capability of a client's device, and tests the kernels if it is one of the wgpu
+    /// runtime. Their [`Decoding`] is the fastest whose values are those of the host.
+    ///
+    /// # Errors
+    /// [`Refusal::Device`] if the device lacks what kernels need, [`Refusal::SelfTest`] if values
+    /// are wrong, [`Refusal::Failed`] if the device fails.
+    pub fn tested(client: &Client) -> Result<Self, Refusal> {
+        let found = Self::of(client);
+        let Some(portable) = found.portable else { return Ok(found) };
+        found.check_portable(Dtype::F32)?;
+        let plain = Portable { cmma_f16: false, cmma_bf16: false, ..portable };
+        let mut result = Ok(found);
+        // Without matrix instructions, if these are what is wrong.
+        for portable in [portable, plain] {
+            for decoding in [Decoding::HalfSubnormals, Decoding::Integers] {
+                if decoding == Decoding::HalfSubnormals && !portable.f16 {
+                    continue;
+                }
+                let device = Self { decoding, portable: Some(portable), ..found };
+                let tested =
+                    test_products(client, &device).and_then(|()| test_values(client, &device));
+                result = tested.map(|()| device);
+                if result.is_ok() {
+                    return result;
+                }
+            }
+        }
+        result
+    }
+}
+
+/// Makes the weight of the test, whose blocks have every code.
+fn weight(format: Fp4Format) -> Packed {
+    let (scales, tensor_scale) = match format {
+        Fp4Format::NvFp4 => (E4M3_SCALES, 0.75),
+        Fp4Format::MxFp4 => (E8M0_SCALES, 1.0),
+    };
+    Packed {
+        format,
+        block_size: BLOCK_SIZE,
+        rows: ROWS,
+        cols: COLS,
+        codes: (0..ROWS * COLS / 2).map(|byte| 0x10 + 0x22 * (byte % 8) as u8).collect(),
+        scales: scales.to_vec(),
+        tensor_scale: TensorScale::One(tensor_scale),
+    }
+}
+
+fn upload(client: &Client, packed: &Packed) -> PackedHandles {
+    let tensor_scale = packed.tensor_scale.as_slice();
+    PackedHandles {
+        codes: client.create_from_slice(&packed.codes),
+        scales: client.create_from_slice(&packed.scales),
+        tensor_scale: client.create_from_slice(f32::as_bytes(tensor_scale)),
+        tensor_scales: tensor_scale.len(),
+    }
+}
+
+/// Compares dequantized values, bit for bit.
+fn test_values(client: &Client, device: &Capability) -> Result<(), Refusal> {
+    for format in Fp4Format::ALL {
+        let packed = weight(format);
+        let expected = packed.dequantize();
+        let scheme = Fp4Scheme::of(ScaleRule::of_format(format)).with_block_size(BLOCK_SIZE);
+        let dequantized = |dtype| {
+            let problem = Problem { view: View::rows(ROWS, COLS), dtype, scheme };
+            dequantize(client, device, upload(client, &packed), &problem)
+        };
+        let found = read::<f32>(client, dequantized(Dtype::F32)?)?;
+        let same = |(found, expected): (&f32, &f32)| found.to_bits() == expected.to_bits();
+        check("dequantizing to f32", found.iter().zip(&expected).map(same))?;
+        if device.check_portable(Dtype::F16).is_ok() {
+            let found = read::<f16>(client, dequantized(Dtype::F16)?)?;
+            let same = |(found, &expected): (&f16, &f32)| {
+                found.to_bits() == f16::from_f32(expected).to_bits()
+            };
+            check("dequantizing to f16", found.iter().zip(&expected).map(same))?;
+        }
+    }
+    Ok(())
+}
+
+/// Compares products with sums in f64, in every dtype, for one row of the input and for several.
+fn test_products(client: &Client, device: &Capability) -> Result<(), Refusal> {
+    let packed = weight(Fp4Format::NvFp4);
+    let dense = packed.dequantize();
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+        if device.check_portable(dtype).is_err() {
+            continue;
+        }
+        for m in [1, 9] {
+            // Exact in every dtype.
+            let input: Vec<_> = (0..m * COLS).map(|at| (at % 19) as f32 * 0.125 - 1.0).collect();
+            let (values, rounding) = match dtype {
+                Dtype::F32 => (client.create_from_slice(f32::as_bytes(&input)), 0.0),
+                Dtype::F16 => (client.create_from_slice(f16::as_bytes(&halves(&input))), 1e-3),
+                Dtype::Bf16 => (client.create_from_slice(bf16::as_bytes(&halves(&input))), 8e-3),
+            };
+            let matmul = Matmul {
+                m,
+                n: ROWS,
+                k: COLS,
+                format: packed.format,
+                block_size: BLOCK_SIZE,
+                dtype,
+            };
+            let planned = matmul.plan(device)?.expect("a kernel for few rows");
+            let output = planned.run(client, upload(client, &packed), values, None, None)?;
+            let found: Vec<f32> = match dtype {
+                Dtype::F32 => read(client, output)?,
+                Dtype::F16 => read::<f16>(client, output)?.iter().map(|x| x.to_f32()).collect(),
+                Dtype::Bf16 => read::<bf16>(client, output)?.iter().map(|x| x.to_f32()).collect(),
+            };
+            let near = |(at, found): (usize, &f32)| {
+                let terms = (0..COLS).map(|k| {
+                    let weight = dense[at % ROWS * COLS + k];
+                    f64::from(input[at / ROWS * COLS + k]) * f64::from(weight)
+                });
+                let (sum, size) = terms
+                    .fold((0.0, 0.0), |(sum, size), term: f64| (sum + term, size + term.abs()));
+                (f64::from(*found) - sum).abs() <= (1e-5 + rounding) * size
+            };
+            check("a product", found.iter().enumerate().map(near))?;
+        }
+    }
+    Ok(())
+}
+
+/// Converts values to a dtype of 16 bits.
+fn halves<T: HostElement>(values: &[f32]) -> Vec<T> {
+    let mut halves = vec![T::default(); values.len()];
+    T::write(values, &mut halves);
+    halves
+}
+
+fn read<T: CubeElement + Clone>(client: &Client, handle: Handle) -> Result<Vec<T>, Refusal> {
+    match client.read_one(handle) {
+        Ok(bytes) => Ok(T::from_bytes(&bytes).to_vec()),
+        Err(error) => Err(Refusal::Failed { error: error.to_string() }),
+    }
+}
+
+/// Counts values that are wrong.
+fn check(operation: &'static str, right: impl Iterator<Item = bool>) -> Result<(), Refusal> {
+    let (mut wrong, mut values) = (0, 0);
+    for right in right {
+        values += 1;
+        wrong += usize::from(!right);
+    }
+    if wrong == 0 { Ok(()) } else { Err(Refusal::SelfTest { operation, wrong, values }) }
+}

@@ -1,4 +1,4 @@
-//! Products of one, 64 and 512 rows on any device with kernels, such as a GPU through Vulkan:
+//! Products of few and many rows on any device with kernels, such as a GPU through Vulkan:
 //! `cargo bench -p benches --features wgpu --bench portable`. Compares products from the codes with
 //! Burn's dense products in f16 and with a copy, through the same API, after a check of the values.
 
@@ -38,7 +38,7 @@ struct Arguments {
     /// Leave the dense products out: Mesa's lavapipe crashes on some of them.
     #[arg(long)]
     no_dense: bool,
-    /// Measure only these kernels; by default the planned one and all that take the shape.
+    /// Measure the planned kernel alone; by default also all others that take the shape.
     #[arg(long)]
     planned: bool,
     /// Option that `cargo bench` passes.

@@ -25,6 +25,8 @@ fn print_lines(bar: &WeakProgressBar) {
         let Some(bar) = bar.upgrade().filter(|bar| !bar.is_finished()) else { break };
         let (done, of) = (bar.position(), bar.length().unwrap_or(0));
         let [elapsed, left] = [bar.elapsed(), bar.eta()].map(|time| time.as_secs());
-        eprintln!("{done}/{of} after {elapsed} s, {left} s left: {}", bar.message());
+        // The first step tells how long the others take.
+        let left = if done > 0 { format!(", {left} s left") } else { String::new() };
+        eprintln!("{done}/{of} after {elapsed} s{left}: {}", bar.message());
     }
 }

@@ -224,6 +224,39 @@ fn families_are_fused() {
                     assert_product(&what(number), layer, &x, views[number].clone());
                 }
             }
+            // Outputs that are viewed, added to each other and to the input, in between.
+            if !bias {
+                let square = || {
+                    let mut square = linear(256, 256, false, dtype, &device);
+                    square.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+                    square
+                };
+                let [first, second] = [square(), square()];
+                for rows in [1, 3] {
+                    let x = random(16, [rows, 256], &device).cast(dtype);
+                    let ((view, sum, residual), in_codes) = counted(|| {
+                        let (a, b) = (first.forward(x.clone()), second.forward(x.clone()));
+                        let view = a.clone().reshape([256, rows]);
+                        let sum = b + a;
+                        let residual = first.forward(x.clone()) + x.clone();
+                        let residual = residual + second.forward(x.clone());
+                        (floats(view), floats(sum), floats(residual))
+                    });
+                    assert_eq!(in_codes, fused(4), "{}", what(rows));
+                    let a = floats(first.forward(x.clone()));
+                    let b = floats(second.forward(x.clone()));
+                    let near = |found: f32, terms: &[f32]| {
+                        let size: f32 = 1.0 + terms.iter().map(|term| term.abs()).sum::<f32>();
+                        (found - terms.iter().sum::<f32>()).abs() <= 0.02 * size
+                    };
+                    let x = floats(x);
+                    for at in 0..a.len() {
+                        assert!(near(view[at], &[a[at]]), "{}", what(rows));
+                        assert!(near(sum[at], &[a[at], b[at]]), "{}", what(rows));
+                        assert!(near(residual[at], &[a[at], x[at], b[at]]), "{}", what(rows));
+                    }
+                }
+            }
             // The second weight reads another input, and the last one an output.
             let (x, y) = (random(14, [2, 256], &device), random(15, [2, 256], &device));
             let (x, y) = (x.cast(dtype), y.cast(dtype));

@@ -122,6 +122,12 @@ impl Remarks {
         notes.into_iter().for_each(|note| self.note(note));
     }
 
+    /// Adds those of other remarks, as if not printed.
+    pub(crate) fn append(&mut self, mut others: Self) {
+        self.warnings.append(&mut others.warnings);
+        self.notes.append(&mut others.notes);
+    }
+
     /// The notes that are not yet printed.
     pub(crate) fn notes(&self) -> &[String] {
         &self.notes[self.printed.notes..]

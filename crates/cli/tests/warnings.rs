@@ -7,7 +7,7 @@ use std::path::Path;
 
 use model::{SMALL, fails, run, succeeds};
 use safetensors::Dtype;
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::tempdir;
 
 /// A tensor of f32.
@@ -443,6 +443,13 @@ fn layers_of_integers_are_warned_of() {
     let (found, said) = in_json(folder.path(), "quantize model --dry-run");
     assert_eq!(of_kind(&found, "unread-numbers")[0]["weights"], json!([name]));
     assert!(said.contains("stays, as its numbers are I8, which is not read as floats"), "{said}");
+    // Readers leave such a layer as it is.
+    succeeds(folder.path(), "quantize model --out out");
+    let config = fs::read_to_string(folder.path().join("out/config.json")).expect("a config");
+    let config: Value = serde_json::from_str(&config).expect("JSON");
+    let ignore = config["quantization_config"]["ignore"].as_array().expect("a list");
+    let module = name.strip_suffix(".weight").expect("a weight");
+    assert!(ignore.contains(&json!(module)), "{config}");
 }
 
 #[test]

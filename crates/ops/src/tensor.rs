@@ -277,8 +277,8 @@ impl<const D: usize> Fp4Tensor<D> {
     /// Moves the tensor to another device, bits unchanged.
     pub fn to_device(self, device: &Device) -> Self {
         Self {
-            codes: self.codes.to_device(device),
-            scales: self.scales.to_device(device),
+            codes: without_padding(self.codes.to_device(device)),
+            scales: without_padding(self.scales.to_device(device)),
             tensor_scale: self.tensor_scale.to_device(device),
             layout: self.layout,
         }

@@ -98,8 +98,8 @@ impl Prefetch {
         check_memory("next scales", &self.weight.scales, n * k / block_size)
     }
 
-    /// Returns the argument for a kernel of the matmul `by`, with the packed rows of all its weights,
-    /// or `None` if there is nothing to prefetch.
+    /// Returns the argument for a kernel of the matmul `by`, with the packed rows of all weights of
+    /// a family, or `None` if there is nothing to prefetch.
     pub(super) fn read(self, by: &Matmul) -> Option<PrefetchArgsLaunch> {
         let PrefetchedPart { rows, codes, scales } = PrefetchedPart::of(&self.matmul)?;
         let n = self.matmul.n;

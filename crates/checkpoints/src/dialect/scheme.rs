@@ -94,12 +94,13 @@ fn says_dynamic(config: &serde_json::Value) -> bool {
         || entries("quantized_layers").any(algorithm)
 }
 
-/// Returns true if a weight could be a layer's matrix that stays dense: a float matrix `X.weight`.
-pub(super) fn is_dense_matrix(weight: &Weight<'_>) -> bool {
+/// Returns true if a weight could be a layer's matrix that stays as it is, of floats or of numbers
+/// that are not read as floats: a matrix `X.weight`.
+fn is_kept_matrix(weight: &Weight<'_>) -> bool {
     match &weight.value {
         Value::Plain(tensor) => {
-            let float = tensor.plain().is_some() && tensor.dtype.is_float();
-            weight.name.ends_with(".weight") && tensor.shape.len() >= 2 && float
+            let matrix = tensor.plain().is_some() && tensor.shape.len() >= 2;
+            weight.name.ends_with(".weight") && matrix
         }
         Value::Fp8(_) | Value::Fp4(_) => false,
     }
@@ -115,7 +116,7 @@ pub(super) fn patterns(list: Option<&serde_json::Value>, syntax: Syntax) -> Vec<
 /// The ignore list of a model in another syntax.
 ///
 /// A pattern stays one where it can be said and hits no quantized module; otherwise the modules
-/// that it hits are listed. Dense matrices that no pattern hits are added, and output layers of the
+/// that it hits are listed. Kept matrices that no pattern hits are added, and output layers of the
 /// architecture without a tensor, so that no reader takes them for quantized ones; each also by its
 /// name in transformers.
 pub(super) fn ignore_list(
@@ -136,8 +137,8 @@ pub(super) fn ignore_list(
             kept.push(matcher);
         }
     }
-    let dense = model.weights.iter().filter(|weight| is_dense_matrix(weight));
-    let modules = dense.map(|weight| weight.module().to_owned()).chain(absent_heads(model));
+    let kept_matrices = model.weights.iter().filter(|weight| is_kept_matrix(weight));
+    let modules = kept_matrices.map(|weight| weight.module().to_owned()).chain(absent_heads(model));
     let listed = |module: &String| kept.iter().any(|matcher| matcher.matches(module));
     let architecture = Architecture::of(model);
     for module in modules.filter(|module| !listed(module)) {

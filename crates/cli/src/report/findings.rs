@@ -13,6 +13,7 @@ use crate::checkpoint::model;
 use crate::compare::{is_changed, sums_of};
 use crate::error::CliError;
 use crate::fold::natural;
+use crate::number::optional;
 use crate::percent::Percent;
 use crate::progress;
 use crate::readers;
@@ -28,8 +29,10 @@ pub struct Report {
     /// Bits of a quantized weight, with scales. None: there are none.
     pub(super) quantized_bits_per_weight: Option<f64>,
     /// Mean error of quantized weights, in percent.
+    #[serde(serialize_with = "optional")]
     pub(super) weight_error_percent: Option<f64>,
     /// Mean error of the outputs of their layers, if inputs were given.
+    #[serde(serialize_with = "optional")]
     pub(super) output_error_percent: Option<f64>,
     /// Predictions on texts, if they were measured.
     pub(super) texts: Vec<Text>,
@@ -103,8 +106,10 @@ pub(super) struct Row {
     pub(super) blocks: u64,
     pub(super) saturated_blocks: u64,
     /// `|W' - W| / |W|`. None: see `problem`.
+    #[serde(serialize_with = "optional")]
     pub(super) error_percent: Option<f64>,
     /// The same of the outputs of the layer.
+    #[serde(serialize_with = "optional")]
     pub(super) output_error_percent: Option<f64>,
     /// Reason for which there is no error.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -84,8 +84,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let checkpoint = open(model, from.as_deref(), &mut remarks)?;
     let original = open(reference, from_reference.as_deref(), &mut remarks);
     let original = original.map_err(|error| error.with_option("--from-reference"))?;
-    remarks.print();
-    let report = Report::new(&checkpoint, &original, |_| None).map_err(CliError::meanwhile)?;
+    let report = Report::new(&checkpoint, &original, |_| None);
+    let mut report = report.map_err(CliError::meanwhile)?;
+    report.remarks.append(remarks);
     output.write(&report)?;
     if !output.json {
         let [model, reference] = [model, reference].map(|path| quoted(&path.display().to_string()));

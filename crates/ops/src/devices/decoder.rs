@@ -109,7 +109,10 @@ pub(crate) fn attends_to<const N: usize>(
     match decoder_code(device, dtypes) {
         #[cfg(feature = "cube")]
         Some(DecoderCode::Kernels) => check_attention(shape, positions).is_ok(),
-        code => code.is_some() && shape.head_dim <= MAX_HEAD_DIM,
+        code => {
+            let has_positions = shape.capacity > 0 && positions > 0;
+            code.is_some() && has_positions && shape.head_dim <= MAX_HEAD_DIM
+        }
     }
 }
 

@@ -40,7 +40,7 @@ pub(super) struct Reshape {
 pub(super) struct Member {
     pub(super) dequantize: CustomOpIr,
     /// Position of the dequantization.
-    at: usize,
+    pub(super) at: usize,
     /// The weight in its latest form: dequantized, reshaped, transposed, or with the adapter.
     weight: TensorIr,
     /// Set once the weight is transposed.
@@ -62,7 +62,7 @@ pub(super) enum Reader {
 pub(super) struct Product {
     pub(super) matmul: MatmulOpIr,
     /// Position of the matmul.
-    at: usize,
+    pub(super) at: usize,
     pub(super) add: Option<Addition>,
 }
 
@@ -200,13 +200,13 @@ impl Pattern {
     /// Matches operations after a product: a bias, views of outputs, or another weight.
     fn accept_follower(&mut self, operation: &OperationIr) -> bool {
         let at = self.len;
-        if let OperationIr::NumericFloat(_, NumericOperationIr::Add(add)) = operation
-            && let Some(Reader::Product(product)) =
-                self.members.last_mut().and_then(|member| member.reader.as_mut())
-        {
-            let output = &product.matmul.out;
-            let adds =
-                product.add.is_none() && reads_last(&add.lhs, output) && add.rhs.id != output.id;
+        if let OperationIr::NumericFloat(_, NumericOperationIr::Add(add)) = operation {
+            // An output is not there before the family has run, and its views read it later.
+            let waits = self.is_output(add.rhs.id)
+                || self.views.iter().any(|view| view.input == add.lhs.id);
+            let reader = self.members.last_mut().and_then(|member| member.reader.as_mut());
+            let Some(Reader::Product(product)) = reader else { return false };
+            let adds = !waits && product.add.is_none() && reads_last(&add.lhs, &product.matmul.out);
             if adds {
                 product.add = Some(Addition { operation: add.clone(), at });
             }

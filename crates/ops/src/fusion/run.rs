@@ -10,9 +10,9 @@ use burn_cubecl::fusion::{CubeFusionHandle, FallbackOperation, FusedOperation};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
-use burn_fp4_cubecl::{Matmul, MatmulPlan};
+use burn_fp4_cubecl::{FamilyPlan, Matmul, MatmulPlan};
 
-use super::pattern::{Adapter, Member, Pattern, Product, Reader};
+use super::pattern::{Adapter, Member, Pattern, Product, Reader, Reshape};
 use crate::devices::cube::matmul::{DENSE, FUSED, LOOKUPS, Planner};
 use crate::devices::cube::{matmul, queues};
 use crate::devices::extension::Fp4Backend;
@@ -40,11 +40,18 @@ struct Planned<'a> {
     adds_bias: bool,
 }
 
-/// What a product reads in this run.
-struct Read {
+/// Operands of a product in this run.
+struct Operands {
     input: CubeTensor,
     weight: Fp4Primitive<CubeBackend>,
     bias: Option<CubeTensor>,
+}
+
+impl Planned<'_> {
+    /// Returns true if the operation at a position is between those of the product.
+    fn has(&self, at: usize) -> bool {
+        (self.member.at..=self.product.end()).contains(&at)
+    }
 }
 
 impl FusedOperation for FusedProduct {
@@ -71,13 +78,13 @@ impl FusedOperation for FusedProduct {
             Some((dequantize, select)) => {
                 (self.look_up(dequantize, select, context, fallback).map(|()| &LOOKUPS), 1)
             }
-            None => match self.plan(&mut planners, context) {
-                Some(planned) => {
-                    self.multiply(&planned, context, fallback);
-                    (Some(&FUSED), planned.len())
-                }
-                None => (None, self.pattern.members.len()),
-            },
+            None => {
+                let planned = self.plan(&mut planners, context);
+                self.multiply(&planned, context, fallback);
+                let fused = planned.iter().flatten().count();
+                DENSE.fetch_add((planned.len() - fused) as u64, Ordering::Relaxed);
+                (Some(&FUSED), fused)
+            }
         };
         let counter = counter.unwrap_or_else(|| {
             (0..self.pattern.len).for_each(|at| fallback(at).run(context));
@@ -101,47 +108,72 @@ impl FusedProduct {
         Self { device, planners: Vec::new(), pattern }
     }
 
-    /// Plans all products, or returns `None` if one of them has no plan, or the device no kernels.
-    fn plan(&self, planners: &mut [Planner], context: &Streams) -> Option<Vec<Planned<'_>>> {
-        if planners.len() < self.pattern.members.len() {
-            return None;
-        }
-        let members = self.pattern.members.iter().zip(planners);
-        members
-            .map(|(member, planner)| {
-                let Some(Reader::Product(product)) = &member.reader else { return None };
-                let plan = plan(member, &product.matmul, context, planner)?;
-                let adds_bias = product
-                    .add
-                    .as_ref()
-                    .is_some_and(|add| adds_bias(context, &add.operation, &plan));
-                Some(Planned { member, product, plan, adds_bias })
-            })
-            .collect()
+    /// Plans the product of each member, if it has a plan and the device has kernels.
+    fn plan(&self, planners: &mut [Planner], context: &Streams) -> Vec<Option<Planned<'_>>> {
+        let mut planners = planners.iter_mut();
+        let planned = self.pattern.members.iter().map(|member| {
+            let planner = planners.next()?;
+            let Some(Reader::Product(product)) = &member.reader else { return None };
+            let plan = plan(member, &product.matmul, context, planner)?;
+            let add = product.add.as_ref();
+            let adds_bias = add.is_some_and(|add| adds_bias(context, &add.operation, &plan));
+            Some(Planned { member, product, plan, adds_bias })
+        });
+        planned.collect()
     }
 
-    /// Runs the products from the codes, together where they can be. Reshapes run individually, and
-    /// so does an addition that adds no bias `[n]`.
-    fn multiply(&self, planned: &[Planned<'_>], context: &mut Streams, fallback: Fallback<'_>) {
-        let mut reshapes = self.pattern.reshapes.iter().peekable();
-        // In the order of the operations: the last reader of a tensor takes it.
-        let read = planned.iter().map(|Planned { member, product, adds_bias, .. }| {
-            while let Some(reshape) = reshapes.next_if(|reshape| reshape.at < product.end()) {
-                fallback(reshape.at).run(context);
+    /// Runs the operations in their order, since the last reader of a tensor takes it, but planned
+    /// products from the codes. A family runs after all of its operands are read.
+    fn multiply(
+        &self,
+        planned: &[Option<Planned<'_>>],
+        context: &mut Streams,
+        fallback: Fallback<'_>,
+    ) {
+        let family = family(planned, context);
+        let is_in = |views: &[Reshape], at| views.iter().any(|view| view.at == at);
+        let (mut factors, mut of_family) = (None, Vec::new());
+        for at in 0..self.pattern.len {
+            let of_output = is_in(&self.pattern.views, at);
+            if of_output && family.is_some() {
+                continue;
             }
-            let input = float(context, &product.matmul.lhs);
-            let add = product.add.as_ref().filter(|_| *adds_bias);
+            let owner = planned.iter().flatten().find(|planned| planned.has(at));
+            let Some(owner) = owner.filter(|_| !of_output && !is_in(&self.pattern.reshapes, at))
+            else {
+                fallback(at).run(context);
+                continue;
+            };
+            let product = owner.product;
+            if at == product.at {
+                let weight = packed(context, &owner.member.dequantize);
+                factors = Some((float(context, &product.matmul.lhs), weight));
+            }
+            let Some((input, weight)) = factors.take_if(|_| at == product.end()) else { continue };
+            let add = product.add.as_ref().filter(|_| owner.adds_bias);
             let bias = add.map(|add| float(context, &add.operation.rhs));
-            Read { input, weight: packed(context, &member.dequantize), bias }
-        });
-        let read: Vec<Read> = read.collect();
-        let outputs = run(planned, read, context, &self.device);
-        for (Planned { product, adds_bias, .. }, values) in planned.iter().zip(outputs) {
-            let output = self::output(context, product, *adds_bias);
-            context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
-            if let Some(add) = product.add.as_ref().filter(|_| !adds_bias) {
-                fallback(add.at).run(context);
+            let operands = Operands { input, weight, bias };
+            if family.is_some() {
+                of_family.push(operands);
+                continue;
             }
+            let output = output(context, owner);
+            let values = run(owner, operands, output.shape.clone(), context, &self.device);
+            context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
+            if product.add.is_some() && !owner.adds_bias {
+                fallback(at).run(context);
+            }
+        }
+        let Some(family) = family else { return };
+        let outputs: Vec<_> =
+            planned.iter().flatten().map(|planned| output(context, planned)).collect();
+        let shapes = outputs.iter().map(|output| output.shape.clone()).collect();
+        // Inputs are equal: reshapes of one tensor.
+        let input = of_family[0].input.clone();
+        let weights = of_family.into_iter().map(|read| (read.weight, read.bias)).collect();
+        let values = matmul::run_family(&family, input, weights, shapes);
+        for (output, values) in outputs.into_iter().zip(values) {
+            context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
         }
         self.pattern.views.iter().for_each(|view| fallback(view.at).run(context));
     }
@@ -201,50 +233,49 @@ fn plan(
     planner.plan(m, &layout, output.dtype)
 }
 
-/// Runs planned products: in one launch if they are a family that a kernel takes, or one by one.
+/// Plans all products as one launch, if there are several, a kernel takes them together, and none
+/// has an addition of its own.
+fn family(planned: &[Option<Planned<'_>>], context: &Streams) -> Option<FamilyPlan> {
+    let planned: Vec<&Planned<'_>> = planned.iter().map(Option::as_ref).collect::<Option<_>>()?;
+    let first = *planned.first()?;
+    let by_row = |planned: &Planned<'_>| {
+        let tensor_scale = planned.member.dequantize.inputs.get(2);
+        let tensor_scale = tensor_scale.and_then(|scale| context.tensors.get(&scale.id));
+        tensor_scale.map(|scale| scale.shape.num_elements() > 1)
+    };
+    let alike = |other: &&Planned<'_>| {
+        other.adds_bias == first.adds_bias
+            && other.product.add.is_some() == other.adds_bias
+            && by_row(other) == by_row(first)
+    };
+    if !planned.iter().all(alike) {
+        return None;
+    }
+    let matmuls: Vec<Matmul> = planned.iter().map(|planned| *planned.plan.matmul()).collect();
+    Matmul::family(&matmuls, first.plan.device())
+}
+
+/// Runs a planned product, as a tensor of a shape.
 fn run(
-    planned: &[Planned<'_>],
-    read: Vec<Read>,
+    planned: &Planned<'_>,
+    operands: Operands,
+    shape: Shape,
     context: &mut Streams,
     device: &CubeDevice,
-) -> Vec<CubeTensor> {
-    let shape = |context: &Streams, planned: &Planned<'_>| {
-        output(context, planned.product, planned.adds_bias).shape
-    };
-    let alike = |read: &Read| {
-        let by_row = read.weight.tensor_scale.meta.num_elements() > 1;
-        (read.bias.is_some(), by_row)
-    };
-    let family = || {
-        let matmuls: Vec<Matmul> = planned.iter().map(|planned| *planned.plan.matmul()).collect();
-        Matmul::family(&matmuls, planned[0].plan.device())
-    };
-    if read.windows(2).all(|pair| alike(&pair[0]) == alike(&pair[1]))
-        && let Some(family) = family()
-    {
-        let shapes = planned.iter().map(|planned| shape(context, planned)).collect();
-        // Inputs are equal: reshapes of one tensor.
-        let input = read[0].input.clone();
-        let weights = read.into_iter().map(|read| (read.weight, read.bias)).collect();
-        return matmul::run_family(&family, input, weights, shapes);
-    }
-    let products = planned.iter().zip(read).map(|(planned, Read { input, weight, bias })| {
-        let shape = shape(context, planned);
-        let values = matmul::run(&planned.plan, input.clone(), weight, bias, shape.clone());
-        let Some(adapter) = &planned.member.adapter else { return values };
-        let delta = multiply_adapter(adapter, input, planned.plan.matmul().k, context);
-        let delta = CubeBackend::float_reshape(delta, shape);
-        let values = CubeBackend::float_add(values, delta);
-        queues::submit_launches(device);
-        values
-    });
-    products.collect()
+) -> CubeTensor {
+    let Operands { input, weight, bias } = operands;
+    let values = matmul::run(&planned.plan, input.clone(), weight, bias, shape.clone());
+    let Some(adapter) = &planned.member.adapter else { return values };
+    let delta = multiply_adapter(adapter, input, planned.plan.matmul().k, context);
+    let values = CubeBackend::float_add(values, CubeBackend::float_reshape(delta, shape));
+    queues::submit_launches(device);
+    values
 }
 
 /// Looks up the output of a product, with its bias if it adds one.
-fn output(context: &Streams, product: &Product, adds_bias: bool) -> TensorIr {
-    let add = product.add.as_ref().filter(|_| adds_bias);
-    now(context, add.map_or(&product.matmul.out, |add| &add.operation.out))
+fn output(context: &Streams, planned: &Planned<'_>) -> TensorIr {
+    let add = planned.product.add.as_ref().filter(|_| planned.adds_bias);
+    now(context, add.map_or(&planned.product.matmul.out, |add| &add.operation.out))
 }
 
 /// Multiplies the input by an adapter: `scale (x a) b`, as a matrix.

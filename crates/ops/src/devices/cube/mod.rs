@@ -221,9 +221,15 @@ impl Fp4Backend for CubeBackend {
         let dtype = DType::from(dtype);
         let problem =
             Problem { view: layout.view(), dtype: kernel_dtype(dtype), scheme: scheme_of(&layout) };
-        let values = burn_fp4_cubecl::dequantize(&like.client, &device, handles(packed), &problem)
-            .expect(CHECKED);
-        output_tensor(&like, values, layout.shape.into(), dtype)
+        let handles = handles(packed.clone());
+        match burn_fp4_cubecl::dequantize(&like.client, &device, handles, &problem) {
+            Ok(values) => output_tensor(&like, values, layout.shape.into(), dtype),
+            // A wgpu device without buffers of the dtype.
+            Err(Refusal::Device { .. }) => {
+                portable::dequantize::<Self>(packed, layout, FloatDType::from(dtype))
+            }
+            Err(refusal) => panic!("{CHECKED}: {refusal}"),
+        }
     }
 
     fn fp4_matmul(

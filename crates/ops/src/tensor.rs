@@ -67,10 +67,11 @@ impl<const D: usize> Fp4Tensor<D> {
         tensor_scale: Tensor<1, Int>,
         layout: Fp4Layout,
     ) -> Result<Self, OpsError> {
-        let [codes, scales] = [codes, scales].map(without_padding);
         let tensor = Self::from_parts_unread(codes, scales, tensor_scale, layout)?;
         tensor.check_scales()?;
-        Ok(tensor)
+        let Self { codes, scales, tensor_scale, layout } = tensor;
+        let [codes, scales] = [codes, scales].map(without_padding);
+        Ok(Self { codes, scales, tensor_scale, layout })
     }
 
     /// [`from_parts`](Self::from_parts) for parts whose bits are known to be valid: nothing is read
@@ -360,6 +361,9 @@ impl<const D: usize> Fp4Tensor<D> {
 /// of a row are not a multiple of its alignment. Kernels read no padding: each product would copy.
 fn without_padding(part: Tensor<2, Int>) -> Tensor<2, Int> {
     let shape = part.dims();
+    if shape.contains(&0) {
+        return part;
+    }
     part.flatten::<1>(0, 1).reshape(shape)
 }
 

@@ -8,7 +8,7 @@ use burn::module::{
 };
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fp4_ops::search::formats::Packed;
-use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor, OpsError};
+use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor, OpsError, without_padding};
 
 /// The codes and scales of a weight, in the place of its values.
 ///
@@ -298,8 +298,8 @@ impl Module for PackedWeight {
 
     fn to_device(self, device: &Device) -> Self {
         Self {
-            codes: self.codes.to_device(device),
-            scales: self.scales.to_device(device),
+            codes: self.codes.to_device(device).map(without_padding),
+            scales: self.scales.to_device(device).map(without_padding),
             tensor_scale: self.tensor_scale.to_device(device),
             adapter: self.adapter.to_device(device),
             ..self

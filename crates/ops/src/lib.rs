@@ -110,7 +110,7 @@ pub use primitive::Fp4Primitive;
 pub use quantize::{amax, quantize};
 pub use saturated::Saturated;
 pub use squares::squared_sums;
-pub use tensor::Fp4Tensor;
+pub use tensor::{Fp4Tensor, without_padding};
 pub use train::fake_quantize::{
     fake_quantize, fake_quantize_for_training, fake_quantize_with_amax,
 };

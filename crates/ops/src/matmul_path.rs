@@ -54,7 +54,7 @@ pub enum DequantizeReason {
     },
     /// The device has no kernels for these products.
     Device,
-    /// The driver of the device is not trusted with kernels.
+    /// The device lacks what kernels need, or its driver is not trusted with them.
     Driver {
         /// The problem, such as a failed self-test.
         problem: String,
@@ -125,7 +125,9 @@ impl fmt::Display for DequantizeReason {
             Self::Device => {
                 write!(f, "the device has no kernels for it; use CUDA or Vulkan")
             }
-            Self::Driver { problem } => write!(f, "{problem}; update its driver"),
+            Self::Driver { problem } => {
+                write!(f, "{problem}; update its driver, or use another device")
+            }
             Self::NotInitialized => {
                 write!(f, "call burn_fp4::init() at the start of the program")
             }

@@ -357,9 +357,19 @@ impl<const D: usize> Fp4Tensor<D> {
     }
 }
 
-/// Returns a matrix without padding between its rows, which CUDA uploads a matrix with if the bytes
-/// of a row are not a multiple of its alignment. Kernels read no padding: each product would copy.
-fn without_padding(part: Tensor<2, Int>) -> Tensor<2, Int> {
+/// Returns codes or block scales `[rows, bytes]` without padding between their rows, which CUDA
+/// uploads a matrix with if the bytes of a row are not a multiple of its alignment. Kernels read no
+/// padding: each product would copy.
+///
+/// ```
+/// use burn::tensor::{DType, Device, Tensor};
+/// use burn_fp4_ops::without_padding;
+///
+/// let codes = Tensor::from_data([[0x21u8, 0x43]], (&Device::flex(), DType::U8));
+/// assert_eq!(without_padding(codes.clone()).into_data(), codes.into_data());
+/// ```
+#[must_use]
+pub fn without_padding(part: Tensor<2, Int>) -> Tensor<2, Int> {
     let shape = part.dims();
     if shape.contains(&0) {
         return part;

@@ -1,6 +1,7 @@
 //! `llama report`: reports how good a finished model is, on one page.
 
 use std::fs;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
@@ -28,8 +29,8 @@ pub(crate) struct Arguments {
     #[arg(long = "text", value_name = "FILE")]
     texts: Vec<PathBuf>,
     /// Windows of the texts on which the errors of outputs are measured, spread evenly.
-    #[arg(long, default_value_t = 32)]
-    output_windows: usize,
+    #[arg(long, default_value = "32")]
+    output_windows: NonZeroUsize,
     #[command(flatten)]
     windows: Windows,
     #[command(flatten)]
@@ -47,6 +48,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let reference_folder = Folder::open(&arguments.reference)?;
     let folder = Folder::open_beside(&arguments.model, &reference_folder)?;
     let texts = texts(&arguments.texts, &reference_folder)?;
+    let windows = output_windows(arguments, &texts)?;
     let (reference, _) = reference_folder.load::<Linear>(&device)?;
     let (model, _) = folder.load::<Fp4Linear>(&device)?;
     let measured = texts.iter().map(|(name, tokens)| {
@@ -55,7 +57,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     });
     let measured = measured.collect::<Result<Vec<Text>>>()?;
     drop(model);
-    let inputs = inputs(arguments, &reference, &texts, &device)?;
+    let inputs = inputs(arguments, &windows, &reference, &device)?;
     let gram = |name: &str| {
         let path = name.strip_prefix("model.").unwrap_or(name);
         // A tied embedding multiplies as `lm_head` along its second axis.
@@ -81,24 +83,29 @@ fn texts(paths: &[PathBuf], folder: &Folder) -> Result<Vec<Named>> {
     paths.iter().map(read).collect()
 }
 
-/// Sums up the inputs of each layer of the reference over windows of the texts.
-fn inputs(
-    arguments: &Arguments,
-    reference: &Llama<Linear>,
-    texts: &[Named],
-    device: &Device,
-) -> Result<Calibration> {
-    let (length, wanted) = (arguments.windows.window, arguments.output_windows);
-    ensure!(wanted > 0, "--output-windows: expected at least 1, found 0");
+/// Chooses windows of the texts, spread evenly.
+fn output_windows<'t>(arguments: &Arguments, texts: &'t [Named]) -> Result<Vec<&'t [u32]>> {
+    let length = arguments.windows.window;
     let all: Vec<&[u32]> =
         texts.iter().flat_map(|(_, tokens)| tokens.chunks_exact(length)).collect();
     ensure!(
         !all.is_empty(),
         "the texts: no window of {length} tokens; pass a longer --text or a smaller --window"
     );
-    let chosen: Vec<&[u32]> = all.iter().step_by(all.len().div_ceil(wanted)).copied().collect();
+    let wanted = arguments.output_windows.get().min(all.len());
+    Ok((0..wanted).map(|at| all[at * all.len() / wanted]).collect())
+}
+
+/// Sums up the inputs of each layer of the reference over windows.
+fn inputs(
+    arguments: &Arguments,
+    windows: &[&[u32]],
+    reference: &Llama<Linear>,
+    device: &Device,
+) -> Result<Calibration> {
+    let length = arguments.windows.window;
     let batch = |windows: &[&[u32]]| batch_of(&windows.concat(), length, device);
-    let batches: Vec<_> = chosen.chunks(arguments.windows.batch).map(batch).collect();
+    let batches: Vec<_> = windows.chunks(arguments.windows.batch).map(batch).collect();
     let calibration = Calibration::of(reference).options(CalibrationOptions::default());
     Ok(calibration.run(batches, Llama::forward)?)
 }

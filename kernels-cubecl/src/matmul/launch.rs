@@ -6,14 +6,16 @@ use half::{bf16, f16};
 
 use super::emulated::EmulatedWgmma;
 use super::operands::{MatmulBlueprint, MemberHandles, OperandHandles};
-use super::plan::{FamilyPlan, Kernel, Matmul, MatmulPlan, SmallM};
+use super::plan::{Kernel, Matmul, MatmulPlan, SmallM};
 use super::prefetch::Prefetch;
 #[cfg(feature = "cuda")]
 use super::ptx::PtxWgmma;
 use super::{gemv, mma, portable_cmma, portable_gemm, portable_gemv, small_m, wgmma};
 use crate::memory::check_memory;
 use crate::packed::PackedHandles;
-use crate::plan::{Capability, Dtype, Refusal, WgmmaSupport};
+#[cfg(feature = "cuda")]
+use crate::plan::WgmmaSupport;
+use crate::plan::{Capability, Dtype, Refusal};
 
 impl MatmulPlan {
     /// Returns the matmul that was planned.
@@ -46,13 +48,8 @@ impl MatmulPlan {
     ) -> Result<Handle, Refusal> {
         let Self { matmul, device, kernel } = self;
         let Matmul { m, n, k, block_size, dtype, .. } = *matmul;
-        check_memory("codes", &weight.codes, n * k / 2)?;
-        check_memory("scales", &weight.scales, n * k / block_size)?;
-        weight.check_tensor_scales(n)?;
+        matmul.check_weight(&weight, bias.as_ref())?;
         check_memory("input", &input, m * k * dtype.size())?;
-        if let Some(bias) = &bias {
-            check_memory("bias", bias, n * dtype.size())?;
-        }
         let prefetch = prefetch.filter(|_| self.prefetches());
         if let Some(next) = &prefetch {
             next.check()?;
@@ -127,68 +124,23 @@ impl MatmulPlan {
     }
 }
 
-impl FamilyPlan {
-    /// Computes the products of an input with all weights; see [`MatmulPlan::run`]. Every weight
-    /// has as many tensor scales as the first: one, or one per packed row. All have a bias, or
-    /// none.
-    ///
-    /// # Errors
-    /// [`Refusal::Memory`], [`Refusal::TensorScales`], and [`Refusal::Mismatch`] if there is not
-    /// one weight per matmul, or weights differ in their bias or tensor scales; nothing is
-    /// launched then.
-    pub fn run(
+impl Matmul {
+    /// Checks that the memory of a weight and of a bias is long enough.
+    pub(super) fn check_weight(
         &self,
-        client: &Client,
-        weights: Vec<(PackedHandles, Option<Handle>)>,
-        input: Handle,
-        prefetch: Option<Prefetch>,
-    ) -> Result<Vec<Handle>, Refusal> {
-        let Self { first, others, device, launch } = self;
-        let Matmul { m, k, block_size, dtype, .. } = *first;
-        let mismatch = |what, expected, found| Err(Refusal::Mismatch { what, expected, found });
-        let (expected, found) = (others.len() + 1, weights.len());
-        if found != expected {
-            return mismatch("weights of a family", expected, found);
-        }
-        check_memory("input", &input, m * k * dtype.size())?;
-        let mut members = Vec::with_capacity(found);
-        for ((weight, bias), n) in weights.into_iter().zip(self.lengths()) {
-            check_memory("codes", &weight.codes, n * k / 2)?;
-            check_memory("scales", &weight.scales, n * k / block_size)?;
-            weight.check_tensor_scales(n)?;
-            if let Some(bias) = &bias {
-                check_memory("bias", bias, n * dtype.size())?;
-            }
-            let output = client.empty(m * n * dtype.size());
-            members.push(MemberHandles { weight, bias, output, n });
-        }
-        let prefetch = prefetch.filter(|_| device.wgmma == WgmmaSupport::Ptx);
-        if let Some(next) = &prefetch {
-            next.check()?;
-        }
-        let outputs = members.iter().map(|member| member.output.clone()).collect();
-        let MemberHandles { weight, bias, output, .. } = members.remove(0);
-        for member in &members {
-            let [expected, found] = [&bias, &member.bias].map(|bias| usize::from(bias.is_some()));
-            if expected != found {
-                return mismatch("biases of a weight", expected, found);
-            }
-            let [expected, found] =
-                [&weight, &member.weight].map(|weight| usize::from(weight.tensor_scales > 1));
-            if expected != found {
-                return mismatch("tensor scales per row", expected, found);
-            }
-        }
-        let rows = self.lengths().sum();
-        let handles = OperandHandles { weight, input, bias, prefetch, rows };
-        let blueprint = MatmulBlueprint::new(first, device, &handles);
-        launch_small_m(client, handles, output, first, members, blueprint, *launch);
-        Ok(outputs)
+        weight: &PackedHandles,
+        bias: Option<&Handle>,
+    ) -> Result<(), Refusal> {
+        let Self { n, k, block_size, dtype, .. } = *self;
+        check_memory("codes", &weight.codes, n * k / 2)?;
+        check_memory("scales", &weight.scales, n * k / block_size)?;
+        weight.check_tensor_scales(n)?;
+        bias.map_or(Ok(()), |bias| check_memory("bias", bias, n * dtype.size()))
     }
 }
 
 /// Launches `small_m.rs` for a dtype, which is never f32.
-fn launch_small_m(
+pub(super) fn launch_small_m(
     client: &Client,
     handles: OperandHandles,
     output: Handle,

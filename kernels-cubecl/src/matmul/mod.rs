@@ -1,6 +1,7 @@
 //! Matmuls with a packed weight.
 
 mod emulated;
+mod family;
 mod fragment;
 mod gemv;
 mod instructions;
@@ -18,5 +19,6 @@ mod ptx;
 mod small_m;
 mod wgmma;
 
-pub use plan::{FamilyPlan, Matmul, MatmulPlan};
+pub use family::FamilyPlan;
+pub use plan::{Matmul, MatmulPlan};
 pub use prefetch::Prefetch;

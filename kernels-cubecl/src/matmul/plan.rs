@@ -36,28 +36,6 @@ pub struct MatmulPlan {
     pub(super) kernel: Kernel,
 }
 
-/// Matmuls of one input with some weights, a family, in one launch; see [`Matmul::family`].
-#[derive(Debug, Clone, PartialEq)]
-pub struct FamilyPlan {
-    pub(super) first: Matmul,
-    /// Packed rows of the other weights.
-    pub(super) others: Vec<usize>,
-    pub(super) device: Capability,
-    pub(super) launch: SmallM,
-}
-
-impl FamilyPlan {
-    /// Returns the matmul with the first weight.
-    pub fn first(&self) -> &Matmul {
-        &self.first
-    }
-
-    /// Returns the number of packed rows of each weight.
-    pub fn lengths(&self) -> impl Iterator<Item = usize> {
-        [self.first.n].into_iter().chain(self.others.iter().copied())
-    }
-}
-
 /// Kernel of a matmul, with its launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kernel {
@@ -271,24 +249,6 @@ impl Matmul {
         }
     }
 
-    /// Plans matmuls of one input as one launch, or returns `None` if they differ in more than
-    /// their packed rows, or the kernel for at most 16 rows of the input does not take them all.
-    ///
-    /// One launch keeps more of the device busy than short ones in turn. Sums have the order of a
-    /// matmul with the packed rows of all weights, so that bits may differ from those of
-    /// [`plan`](Self::plan).
-    pub fn family(matmuls: &[Self], device: &Capability) -> Option<FamilyPlan> {
-        let [first, others @ ..] = matmuls else { return None };
-        let all = matmuls.iter().map(|matmul| matmul.n).sum();
-        let same = |matmul: &Self| Self { n: first.n, ..*matmul } == *first && matmul.n > 0;
-        if others.is_empty() || first.m == 0 || !matmuls.iter().all(same) {
-            return None;
-        }
-        let launch = Self { n: all, ..*first }.small_m_launch(device).ok()?;
-        let others = others.iter().map(|matmul| matmul.n).collect();
-        Some(FamilyPlan { first: *first, others, device: *device, launch })
-    }
-
     /// Plans matrix instructions of a plane, which decode the weight in registers: exact products
     /// of `element x block scale`, sums in f32, for f16 and bf16.
     ///
@@ -421,7 +381,7 @@ impl Matmul {
         Ok(())
     }
 
-    fn small_m_launch(&self, device: &Capability) -> Result<SmallM, Refusal> {
+    pub(super) fn small_m_launch(&self, device: &Capability) -> Result<SmallM, Refusal> {
         self.check_instructions(device.mma, SMALL_M_K_TILE)?;
         let refuse = |reason| Err(Refusal::Instructions { reason });
         let sms = device.cubes / 4;
@@ -642,24 +602,6 @@ mod tests {
         }
         assert!(matches!(fits.wgmma(&GPU), Err(Refusal::Instructions { .. })));
         assert!(fits.wgmma(&Capability { mma: false, ..device }).is_ok());
-    }
-
-    #[test]
-    fn a_family_is_launched_as_one_matmul_with_all_of_its_rows() {
-        let of = |lengths: &[usize], m| {
-            let matmuls: Vec<_> = lengths.iter().map(|&n| matmul(m, n, 4096)).collect();
-            Matmul::family(&matmuls, &GPU).map(|plan| (plan.launch, plan.lengths().collect()))
-        };
-        let launch = |m, n| matmul(m, n, 4096).small_m_launch(&GPU).unwrap();
-        let lengths = vec![4096, 1024, 1024];
-        assert_eq!(of(&lengths, 1), Some((launch(1, 6144), lengths)));
-        // There are enough rows together, not alone.
-        assert_eq!(of(&[1024, 7168], 16), Some((launch(16, 8192), vec![1024, 7168])));
-        assert_eq!(of(&[4096], 1), None);
-        assert_eq!(of(&[4096, 0], 1), None);
-        assert_eq!(of(&[4096, 4096], 17), None);
-        let other = [matmul(1, 4096, 4096), matmul(1, 4096, 8192)];
-        assert_eq!(Matmul::family(&other, &GPU), None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! ```text
 //! magnitude   0    1    2    3    4    5    6    7     the lowest three bits of a code
 //! element     0    0.5  1    1.5  2    3    4    6
-//! twice       0    1    2    3    4    6    8    12    a nibble each: 0xC864_3210
+//! twice       0    1    2    3    4    6    8    12    a nibble each
 //! ```
 
 use burn_fp4_search::formats::{Minifloat, ScaleGrid};
@@ -14,9 +14,6 @@ use super::element::{decode_pair, element_value};
 use super::scale_grid::{INFINITY, MANTISSA, NAN, first_normal, ones, power, rebias, scale_value};
 use crate::plan::{Decoding, Dtype};
 
-/// Magnitude 0 to 7 of a code to twice its element.
-#[cfg(test)]
-const TWICE: u32 = 0xC864_3210;
 /// Bits of 2^23: an integer below 2^23 in the mantissa adds itself.
 const TWO_23: u32 = 0x4B00_0000;
 
@@ -95,20 +92,25 @@ pub(crate) fn scaled_value(
     }
 }
 
+/// Returns twice the magnitudes of the elements of eight codes, a nibble each.
+#[cube]
+fn twice_elements(word: u32) -> u32 {
+    let high = (word >> 2u32) & 0x1111_1111u32;
+    let low = (word >> 1u32) & 0x1111_1111u32;
+    let half = word & 0x1111_1111u32;
+    let eights = high & low;
+    let fours = high & (half | !low);
+    let twos = (low & !high) | (high & half & !low);
+    let ones = half & !high;
+    ones | (twos << 1u32) | (fours << 2u32) | (eights << 3u32)
+}
+
 /// Decodes eight codes to floats that are too small or too large by [`decoded_unit`].
 #[cube]
 pub(crate) fn decode_eight(word: u32, #[comptime] decoding: Decoding) -> Array<f32> {
     let mut values = Array::<f32>::new(8usize);
     if comptime!(decoding == Decoding::Integers) {
-        // The bits of all eight nibbles of TWICE at once.
-        let high = (word >> 2u32) & 0x1111_1111u32;
-        let low = (word >> 1u32) & 0x1111_1111u32;
-        let half = word & 0x1111_1111u32;
-        let eights = high & low;
-        let fours = high & (half | !low);
-        let twos = (low & !high) | (high & half & !low);
-        let ones = half & !high;
-        let twice = ones | (twos << 1u32) | (fours << 2u32) | (eights << 3u32);
+        let twice = twice_elements(word);
         #[unroll]
         for index in 0..8u32 {
             let nibble = (twice >> comptime!(4 * index)) & 15u32;
@@ -145,9 +147,12 @@ mod tests {
 
     #[test]
     fn twice_every_element_is_a_nibble() {
-        for code in 0..8u8 {
-            let twice = (TWICE >> (4 * code)) & 15;
-            assert_eq!(twice as f32, 2.0 * E2M1.decode(code));
+        for (code, place) in (0..16u8).flat_map(|code| (0..8).map(move |place| (code, place))) {
+            // All other nibbles are those of another code.
+            let others = (u32::from(code ^ 5) * 0x1111_1111) & !(15 << (4 * place));
+            let word = others | (u32::from(code) << (4 * place));
+            let twice = (twice_elements(word) >> (4 * place)) & 15;
+            assert_eq!(twice as f32, 2.0 * E2M1.decode(code).abs(), "{code} at {place}");
         }
     }
 }

@@ -216,7 +216,7 @@ pub(crate) fn is_changed(pair: &[Weight<'_>; 2]) -> bool {
 }
 
 /// Measures the distance of the two forms of a weight; otherwise, says why there is none.
-fn difference(pair: &[Weight<'_>; 2]) -> Result<Sums, String> {
+pub(crate) fn difference(pair: &[Weight<'_>; 2]) -> Result<Sums, String> {
     if let [Value::Fp4(a), Value::Fp4(b)] = pair.each_ref().map(|weight| &weight.value)
         && (&a.shape, a.transposed) == (&b.shape, b.transposed)
     {
@@ -256,7 +256,7 @@ pub(crate) fn sums_of(
         if a.is_infinite() || b.is_infinite() {
             // Equal infinities are no difference, and have no energy that others compare with.
             if a != b {
-                return Err("a value is infinite in A or B alone");
+                return Err("a value is infinite in one alone, or with the other sign");
             }
             continue;
         }

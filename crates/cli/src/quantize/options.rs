@@ -137,12 +137,12 @@ impl Options {
         remarks: &mut Remarks,
     ) -> Result<Recipe, CliError> {
         let mut recipe = path.map(Recipe::read).transpose()?.unwrap_or_default();
-        if let Some(path) = path {
-            self.note_replaced(&recipe, path, remarks);
-        }
         // As other paths in files, it starts at the folder of the file.
         let folder = path.and_then(Path::parent).unwrap_or(Path::new(""));
         recipe.calibration = recipe.calibration.map(|file| folder.join(file));
+        if let Some(path) = path {
+            self.note_replaced(&recipe, path, remarks);
+        }
         let keep = recipe.keep.into_iter().chain(self.keep.iter().cloned()).collect();
         // A preset and a list are two ways to say which weights.
         let (preset, only) = match (self.preset, &self.only[..]) {

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::accuracy::mean;
 use crate::checkpoint::model;
-use crate::compare::{is_changed, sums_of};
+use crate::compare::{difference, is_changed};
 use crate::error::CliError;
 use crate::fold::natural;
 use crate::number::optional;
@@ -88,7 +88,7 @@ pub(super) struct ReaderRow {
     pub(super) version: &'static str,
     /// True if a test runs it on files of this project; otherwise its source accepts them.
     pub(super) tested: bool,
-    /// What it does to the inputs of a layer. Empty: nothing.
+    /// Transform of the inputs of a layer. Empty: there is none.
     pub(super) inputs: &'static str,
 }
 
@@ -265,29 +265,20 @@ fn errors(
     pair: &[Weight<'_>; 2],
     inputs: Option<&Gram>,
 ) -> Result<(Percent, Option<Percent>), String> {
-    let (Ok(original), Ok(found)) = (pair[0].values(), pair[1].values()) else {
-        return match pair.each_ref().map(|weight| &weight.value) {
-            [Value::Plain(a), Value::Plain(b)] if a.dtype == b.dtype && a.bytes == b.bytes => {
-                Ok((Percent(0.0), None))
-            }
-            _ => Err("values of such types are not compared, and their bytes differ".to_owned()),
-        };
+    let error = Percent::of(difference(pair)?.squares);
+    let fits = |gram: &&Gram| {
+        let shape = pair[0].shape();
+        gram.is_whole() && shape.len() == 2 && shape[1] == gram.channels()
     };
-    if original.0 != found.0 {
-        return Err(format!("shape {:?} in the original", original.0));
-    }
-    let wide = |values: &[f32]| values.iter().map(|&value| f64::from(value)).collect::<Vec<_>>();
-    let sums = sums_of(wide(&original.1).into_iter(), wide(&found.1).into_iter())?;
-    let outputs = inputs.filter(|gram| {
-        gram.is_whole() && original.0.len() == 2 && original.0[1] == gram.channels()
-    });
-    let outputs = outputs.map(|gram| {
-        let pairs = original.1.iter().zip(&found.1);
-        let difference: Vec<f32> = pairs.map(|(original, found)| found - original).collect();
-        let squares = |rows: &[f32]| gram.squared_outputs(rows).map_err(|error| error.to_string());
-        Ok::<_, String>(Percent::of([squares(&difference)?, squares(&original.1)?]))
-    });
-    Ok((Percent::of(sums.squares), outputs.transpose()?))
+    let Some(gram) = inputs.filter(fits) else { return Ok((error, None)) };
+    let (Ok((_, original)), Ok((_, found))) = (pair[0].values(), pair[1].values()) else {
+        return Ok((error, None));
+    };
+    let squares = |rows: &[f32]| gram.squared_outputs(rows).map_err(|error| error.to_string());
+    let differences: Vec<f32> =
+        original.iter().zip(&found).map(|(original, found)| found - original).collect();
+    let outputs = Percent::of([squares(&differences)?, squares(&original)?]);
+    Ok((error, Some(outputs)))
 }
 
 fn bits(bytes: usize, values: usize) -> f64 {

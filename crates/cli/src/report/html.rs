@@ -32,8 +32,10 @@ pub(super) fn page(report: &Report) -> String {
     }
     let of_outputs = report.output_error_percent.is_some();
     let of = if of_outputs { "outputs" } else { "weights" };
-    let errors: Vec<(&str, f64)> =
-        report.weights.iter().map(|row| (row.module(), row.severity())).collect();
+    let error = |row: &Row| if of_outputs { row.output_error_percent } else { row.error_percent };
+    let errors = report.weights.iter().filter_map(|row| Some((row.module(), error(row)?)));
+    let mut errors: Vec<(&str, f64)> = errors.collect();
+    errors.sort_by(|a, b| b.1.total_cmp(&a.1));
     let _ = write!(body, "<h2>Largest errors of {of}, in percent</h2>\n{}", bars(&errors));
     let _ = write!(body, "<h2>All weights, worst first</h2>\n{}", weights(&report.weights));
     document(&title(report), &body)

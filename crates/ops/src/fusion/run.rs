@@ -13,7 +13,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::{FamilyPlan, Matmul, MatmulPlan};
 
 use super::pattern::{Adapter, Member, Pattern, Product, Reader, Reshape};
-use crate::devices::cube::matmul::{DENSE, FUSED, LOOKUPS, Planner};
+use crate::devices::cube::matmul::{DENSE, FUSED, GROUPS, LOOKUPS, Planner};
 use crate::devices::cube::{matmul, queues};
 use crate::devices::extension::Fp4Backend;
 use crate::layout::Fp4Layout;
@@ -82,6 +82,7 @@ impl FusedOperation for FusedProduct {
                 let planned = self.plan(&mut planners, context);
                 self.multiply(&planned, context, fallback);
                 let fused = planned.iter().flatten().count();
+                GROUPS.fetch_add(u64::from(fused > 0), Ordering::Relaxed);
                 DENSE.fetch_add((planned.len() - fused) as u64, Ordering::Relaxed);
                 (Some(&FUSED), fused)
             }

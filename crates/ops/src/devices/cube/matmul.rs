@@ -119,6 +119,9 @@ pub(super) fn scheme_of(layout: &Fp4Layout) -> Fp4Scheme {
 pub struct FusedProducts {
     /// Products straight from the codes.
     pub fused: u64,
+    /// Groups of these that were found together in a stream of operations: products of one input,
+    /// or one product. Kernels may run a group in one launch.
+    pub groups: u64,
     /// Lookups of rows straight from the codes.
     pub lookups: u64,
     /// Products and lookups of a dequantized weight, because a dense product is faster, a plan
@@ -127,6 +130,7 @@ pub struct FusedProducts {
 }
 
 pub(crate) static FUSED: AtomicU64 = AtomicU64::new(0);
+pub(crate) static GROUPS: AtomicU64 = AtomicU64::new(0);
 pub(crate) static LOOKUPS: AtomicU64 = AtomicU64::new(0);
 pub(crate) static DENSE: AtomicU64 = AtomicU64::new(0);
 
@@ -141,6 +145,7 @@ pub(crate) static DENSE: AtomicU64 = AtomicU64::new(0);
 pub fn fused_products() -> FusedProducts {
     FusedProducts {
         fused: FUSED.load(Ordering::Relaxed),
+        groups: GROUPS.load(Ordering::Relaxed),
         lookups: LOOKUPS.load(Ordering::Relaxed),
         dense: DENSE.load(Ordering::Relaxed),
     }

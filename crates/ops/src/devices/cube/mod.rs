@@ -39,7 +39,7 @@ use burn_fp4_search::host::{DequantTarget, View};
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
 use self::device::{capability, contiguous, has_kernels, kernel_dtype, output_tensor};
-use self::matmul::{DENSE, FUSED, handles, scheme_of};
+use self::matmul::{DENSE, FUSED, GROUPS, handles, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
 use super::portable::bias::add_bias;
@@ -105,6 +105,7 @@ fn multiply(
     let plan = planner.ok().and_then(|mut planner| planner.plan(m, &layout, input.dtype));
     if let Some(plan) = plan {
         FUSED.fetch_add(1, Ordering::Relaxed);
+        GROUPS.fetch_add(1, Ordering::Relaxed);
         return matmul::run(&plan, input, weight, bias, Shape::new([m, n]));
     }
     DENSE.fetch_add(1, Ordering::Relaxed);

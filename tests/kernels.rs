@@ -9,8 +9,9 @@ use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Activations, AttentionHandles, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
     PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
-    attend, cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize,
-    quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm, sample, squared_error,
+    argmax, attend, attention_weights, cubecl, dense_gemv, dequantize, fake_quantize, hadamard,
+    hessian_factor, quantize, quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm,
+    rotate_into_cache, sample, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, SampleOptions, View};
@@ -1232,6 +1233,159 @@ fn attention_of_a_token_is_that_of_exact_sums() {
             assert_rounded(&what, &found, &expected, dtype);
         }
     }
+}
+
+/// Tokens of a prompt behind cached ones, one of them beyond the cache.
+#[test]
+fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
+    let device = Device::new();
+    let Device { client, capability } = &device;
+    let mut random = Random::new(44);
+    let shapes = [(1, 3, 4, 2, 8, 9), (2, 5, 6, 2, 12, 40), (1, 7, 8, 8, 64, 600)];
+    for (at, (batch, tokens, heads, kv_heads, head_dim, capacity)) in shapes.into_iter().enumerate()
+    {
+        let shape = host::AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
+        let dtype = [KernelDtype::F32, KernelDtype::Bf16, KernelDtype::F16][at];
+        let angle = |at: usize| (at / (head_dim / 2)) as f32 * 0.7f32.powi((at % 5) as i32);
+        let table = |function: fn(f32) -> f32| -> Vec<f32> {
+            (0..capacity * head_dim / 2).map(|at| function(angle(at))).collect()
+        };
+        let (cos, sin) = (table(f32::cos), table(f32::sin));
+        let exact = ExactAttention { shape, cos: &cos, sin: &sin };
+        let mut values = |count: usize| {
+            device.upload_rounded((0..count).map(|_| random.normal()).collect(), dtype)
+        };
+        let queries = values(batch * tokens * heads * head_dim);
+        let [keys, new_values] = [(); 2].map(|()| values(batch * tokens * kv_heads * head_dim));
+        let [mut key_cache, mut value_cache] =
+            [(); 2].map(|()| values(batch * kv_heads * capacity * head_dim));
+        let scores = values(batch * heads * tokens * capacity);
+        // The last counts as the last of the cache.
+        let mut positions: Vec<_> = (2..2 + tokens as i32).collect();
+        positions[tokens - 1] = capacity as i32 + 5;
+        let upload = |table: &[f32]| client.create_from_slice(f32::as_bytes(table));
+        let position = client.create_from_slice(i32::as_bytes(&positions));
+        let operands = AttentionHandles {
+            queries: queries.1,
+            keys: keys.1,
+            values: new_values.1,
+            key_cache: key_cache.1.clone(),
+            value_cache: value_cache.1.clone(),
+            cos: upload(&cos),
+            sin: upload(&sin),
+            position: position.clone(),
+        };
+        let rotated = rotate_into_cache(client, capability, operands, shape, capacity, dtype);
+        let rotated = device.floats(rotated.expect("memory of the shape"), dtype);
+        let weights = attention_weights(client, capability, scores.1, position, shape, dtype);
+        let weights = device.floats(weights.expect("memory of the shape"), dtype);
+        let what = format!("{shape:?} {dtype:?}");
+        for (sequence, token) in (0..batch).flat_map(|at| (0..tokens).map(move |to| (at, to))) {
+            let position = (positions[token] as usize).min(capacity - 1);
+            let chunk = |at: usize| at * head_dim..(at + 1) * head_dim;
+            for head in 0..heads {
+                let from = (sequence * tokens + token) * heads + head;
+                let row = (sequence * heads + head) * tokens + token;
+                let expected = exact.rotate(&queries.0[chunk(from)], position);
+                assert_rounded(&what, &rotated[chunk(row)], &expected, dtype);
+
+                let row = row * capacity..(row + 1) * capacity;
+                let score = |at: usize| f64::from(scores.0[row.start + at]);
+                let weight = |at: usize| (score(at) / (head_dim as f64).sqrt()).exp();
+                let sum: f64 = (0..=position).map(weight).sum();
+                // Multiplied by their number, so that their mean is 1.
+                let count = (position + 1) as f32;
+                let expected =
+                    |at| if at > position { 0.0 } else { weight(at) / sum * f64::from(count) };
+                let expected: Vec<_> = (0..capacity).map(expected).collect();
+                let found: Vec<_> = weights[row].iter().map(|weight| weight * count).collect();
+                assert_rounded(&what, &found, &expected, dtype);
+            }
+            for head in 0..kv_heads {
+                let from = (sequence * tokens + token) * kv_heads + head;
+                let to = (sequence * kv_heads + head) * capacity + position;
+                let expected = exact.rotate(&keys.0[chunk(from)], position);
+                let found = device.floats(key_cache.1.clone(), dtype);
+                assert_rounded(&what, &found[chunk(to)], &expected, dtype);
+                key_cache.0[chunk(to)].copy_from_slice(&found[chunk(to)]);
+                value_cache.0[chunk(to)].copy_from_slice(&new_values.0[chunk(from)]);
+            }
+        }
+        // Nothing else is written.
+        assert_eq!(device.floats(key_cache.1, dtype), key_cache.0, "{what}");
+        assert_eq!(device.floats(value_cache.1, dtype), value_cache.0, "{what}");
+    }
+}
+
+#[test]
+fn few_rows_times_a_dense_weight_are_exact_sums() {
+    let device = Device::new();
+    let Device { client, capability } = &device;
+    let mut random = Random::new(46);
+    let dtypes = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+    for (at, (m, n, k)) in [(1, 37, 64), (3, 50, 36), (8, 200, 520)].into_iter().enumerate() {
+        let (dtype, kernel_dtype) = (dtypes[at], kernel_dtype(dtypes[at]));
+        let mut values = |count: usize| {
+            device.upload_rounded((0..count).map(|_| random.normal()).collect(), kernel_dtype)
+        };
+        let (input, weight) = (values(m * k), values(n * k));
+        let mut columns = vec![0.0; n * k];
+        for (at, &value) in weight.0.iter().enumerate() {
+            columns[at % k * n + at / k] = value;
+        }
+        let (_, columns) = device.upload_rounded(columns, kernel_dtype);
+        let exact = exact_products(&weight.0, &input.0, None, k);
+        for (weight, transposed) in [(weight.1, true), (columns, false)] {
+            let what = format!("{m} x {n} x {k} {dtype:?}, transposed {transposed}");
+            let input = input.1.clone();
+            let output =
+                dense_gemv(client, capability, input, weight, [m, n, k], transposed, kernel_dtype);
+            let found = device.floats(output.expect("memory of the shape"), kernel_dtype);
+            assert_products(&what, &found, &exact, dtype);
+        }
+        let input = || input.1.clone();
+        let refused =
+            dense_gemv(client, capability, input(), input(), [9, 1, 4], true, kernel_dtype);
+        assert!(matches!(refused, Err(Refusal::Mismatch { expected: 8, found: 9, .. })));
+    }
+}
+
+#[test]
+fn argmax_is_the_first_of_the_largest_values() {
+    let device = Device::new();
+    let Device { client, capability } = &device;
+    let mut random = Random::new(45);
+    let dtypes = [KernelDtype::F32, KernelDtype::Bf16, KernelDtype::F16];
+    for (dtype, cols) in dtypes.into_iter().zip([33, 40, 5000]) {
+        const ROWS: usize = 12;
+        let mut values: Vec<f32> = (0..ROWS * cols).map(|_| 2.0 * random.normal()).collect();
+        let mut expect = Vec::new();
+        for (row, values) in values.chunks_mut(cols).enumerate() {
+            let largest = match row {
+                0 => f32::INFINITY,
+                1 => 0.0,
+                _ => 100.0,
+            };
+            if row == 1 {
+                values.fill(-0.0);
+            }
+            values[..3].fill(f32::NAN);
+            let first = 3 + random.below(cols - 3);
+            let second = first + random.below(cols - first);
+            values[second] = largest;
+            // Zeros of both signs are equal: the first is at 3.
+            values[first] = largest;
+            expect.push(if row == 1 { 3 } else { first as i32 });
+        }
+        let (_, uploaded) = device.upload_rounded(values, dtype);
+        let found = argmax(client, capability, uploaded, [ROWS, cols], dtype);
+        let bytes = client.read_one_unchecked(found.expect("memory of the shape"));
+        assert_eq!(i32::from_bytes(&bytes), expect, "{dtype:?} {cols}");
+    }
+    let infinite = client.create_from_slice(f32::as_bytes(&[f32::NAN, f32::NEG_INFINITY]));
+    let found = argmax(client, capability, infinite, [1, 2], KernelDtype::F32);
+    let bytes = client.read_one_unchecked(found.expect("memory of the shape"));
+    assert_eq!(i32::from_bytes(&bytes), [1]);
 }
 
 /// Uniform values from 0 to 1 in equal steps draw each token as often as its probability says.

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4::Replay;
-use burn_fp4::ops::{SampleOptions, is_host, on_awake_threads, sample};
+use burn_fp4::ops::{SampleOptions, argmax, is_host, on_awake_threads, sample};
 use serde::Serialize;
 
 use super::config::LlamaConfig;
@@ -56,7 +56,7 @@ impl<L: Projection> Generator<L> {
         let (kv_cache, logits) = self.model.forward_cached(kv_cache, (tokens, positions));
         let tokens = match uniform {
             Some(uniform) => sample(logits, uniform, self.options),
-            None => logits.argmax(1),
+            None => argmax(logits),
         };
         (kv_cache, tokens)
     }

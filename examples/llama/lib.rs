@@ -9,12 +9,14 @@
 //! | `tokens.rs`      | [`Tokens`]: the tokens of a text; a tokenizer of bytes          |
 //! | `sampling.rs`    | [`Sampling`]: the choice of the next token                      |
 //! | `generate.rs`    | [`generate`]: prompt and decode steps                           |
+//! | `bandwidth.rs`   | [`Bandwidth`]: how fast decode steps read memory                |
 //! | `perplexity.rs`  | [`perplexity`] over overlapping windows; [`Losses`] by window   |
 //! | `fidelity.rs`    | [`fidelity`]: distance of models from a reference               |
 //! | `train.rs`       | [`train`] and [`distill`]                                       |
 //! | `sensitivity.rs` | [`sensitivity`]: loss of each layer in each format              |
 //! | `quantize.rs`    | [`QuantizeOptions`]: format, method and calibration of a model  |
 
+mod bandwidth;
 mod config;
 mod fidelity;
 mod folder;
@@ -27,6 +29,7 @@ mod sensitivity;
 mod tokens;
 mod train;
 
+pub use bandwidth::Bandwidth;
 pub use config::{LlamaConfig, ModelType};
 pub use fidelity::{Divergence, Fidelity, fidelity};
 pub use folder::{Folder, create, names};

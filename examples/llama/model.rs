@@ -1,7 +1,7 @@
 //! The decoder, of Burn's own modules, with the parameter names of `transformers`.
 
 use anyhow::Result;
-use burn::module::{Module, ModuleDisplay, Param};
+use burn::module::{Module, ModuleDisplay, ModuleVisitor, Param};
 use burn::nn::{EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::ops::{self, Int8Matrix, KvCache, Positions, RotaryEmbedding};
@@ -186,6 +186,28 @@ impl<L: Projection> Llama<L> {
         self.layers.iter().map(layer_cache).collect()
     }
 
+    /// Returns the bytes of all weights that a decode step reads: those of the layers and of the
+    /// `lm_head`.
+    pub fn bytes_of_weights(&self) -> usize {
+        let mut bytes = WeightBytes(0);
+        self.layers.visit(&mut bytes);
+        match (&self.int8_head, &self.lm_head) {
+            (Some(int8_head), _) => bytes.0 += int8_head.bytes(),
+            (None, Some(lm_head)) => lm_head.visit(&mut bytes),
+            (None, None) => self.embed_tokens.visit(&mut bytes),
+        }
+        bytes.0
+    }
+
+    /// Returns the bytes of a position of a sequence in the KV cache.
+    pub fn bytes_of_position(&self) -> usize {
+        let layer_bytes = |layer: &DecoderLayer<L>| {
+            let Attention { num_key_value_heads, head_dim, .. } = layer.self_attn;
+            2 * num_key_value_heads * head_dim * self.dtype().size()
+        };
+        self.layers.iter().map(layer_bytes).sum()
+    }
+
     /// Returns the dtype of activations.
     pub fn dtype(&self) -> DType {
         self.embed_tokens.weight.base().dtype()
@@ -194,7 +216,11 @@ impl<L: Projection> Llama<L> {
     fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
         match (&self.int8_head, &self.lm_head) {
             (Some(int8_head), _) => int8_head.product(hidden),
-            (None, Some(lm_head)) => lm_head.project(hidden),
+            (None, Some(lm_head)) => match lm_head.weight().reparameterization::<PackedWeight>() {
+                Some(_) => lm_head.project(hidden),
+                // Few rows are one kernel there, of its own for this shape.
+                None => ops::dense_matmul(hidden, lm_head.weight().val()),
+            },
             (None, None) => self.embed_tokens.project(hidden),
         }
     }
@@ -249,6 +275,18 @@ impl<L: Projection> Llama<L> {
     /// Returns true if the `lm_head` is a layer of its own.
     pub fn has_lm_head(&self) -> bool {
         self.lm_head.is_some()
+    }
+}
+
+/// Adds the bytes of weights, as they are stored.
+struct WeightBytes(usize);
+
+impl ModuleVisitor for WeightBytes {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0 += match param.reparameterization::<PackedWeight>() {
+            Some(packed) => packed.bytes(),
+            None => param.shape().num_elements() * param.base().dtype().size(),
+        };
     }
 }
 

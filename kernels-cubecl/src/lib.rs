@@ -67,7 +67,10 @@ mod tensor;
 mod tensor_amax;
 
 pub use cubecl;
-pub use decoder::{AttentionHandles, Normalized, attend, check_attention, rms_norm, sample};
+pub use decoder::{
+    AttentionHandles, MAX_DENSE_GEMV_ROWS, Normalized, argmax, attend, attention_weights,
+    check_attention, check_prefill, dense_gemv, rms_norm, rotate_into_cache, sample,
+};
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;
 pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};

@@ -79,23 +79,7 @@ impl Fp4Embedding {
                 let logits = matmul(hidden, &packed.tensor::<2>().transpose());
                 logits.unwrap_or_else(|error| panic!("Fp4Embedding: {error}"))
             }
-            None if hidden.dims()[..D - 1].iter().product::<usize>() == 1 => {
-                dense_matmul(hidden, self.weight.val().transpose())
-            }
-            None => {
-                let weight = self.weight.val();
-                let [vectors, width] = weight.dims();
-                let mut shape = hidden.dims();
-                shape[D - 1] = vectors;
-                // `linear` would copy the transposed weight where rows are few.
-                let rows = shape[..D - 1].iter().product::<usize>();
-                if rows == 0 {
-                    // Burn's `reshape` keeps the length of an axis where 0 is asked for.
-                    return hidden.sum_dim(D - 1).repeat_dim(D - 1, vectors);
-                }
-                let rows = hidden.reshape([rows, width]);
-                rows.matmul(weight.transpose()).reshape(shape)
-            }
+            None => dense_matmul(hidden, self.weight.val().transpose()),
         }
     }
 }

@@ -55,6 +55,12 @@ impl Int8Matrix {
         })
     }
 
+    /// Bytes of codes and scales.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.codes.shape().num_elements() + 4 * self.scales.shape().num_elements()
+    }
+
     /// Returns true if [`product`](Self::product) multiplies by the codes: on `flex`, in f32.
     /// Elsewhere it dequantizes the whole matrix for each call.
     #[must_use]

@@ -79,8 +79,8 @@ pub use burn_fp4_search::{
     TensorScaling,
 };
 pub use decoder::{
-    KvCache, Positions, RotaryEmbedding, add_rms_norm, attention, dense_matmul, rms_norm, sample,
-    swiglu,
+    KvCache, Positions, RotaryEmbedding, add_rms_norm, argmax, attention, dense_matmul, rms_norm,
+    sample, swiglu,
 };
 #[cfg(feature = "cube")]
 pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};

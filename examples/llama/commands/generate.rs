@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, anyhow};
 use burn_fp4::Fp4Linear;
 use examples::OnDevice;
-use llama::{Folder, Generated, Projection, Sampling, generate};
+use llama::{Bandwidth, Folder, Generated, Projection, Sampling, generate};
 use serde::Serialize;
 
 use super::{DeviceOptions, ProductFormats, ProductOptions, print};
@@ -41,6 +41,8 @@ struct Report {
     #[serde(flatten)]
     generated: Generated,
     prompt_tokens_per_second: f64,
+    /// On a device with graphs, if decode steps were timed.
+    bandwidth: Option<Bandwidth>,
     /// Time to open the folder and load the weights.
     load_seconds: f64,
     /// Peak memory of the host over the whole run.
@@ -69,9 +71,18 @@ fn lines(prompt: &str, report: &Report) -> String {
     let decode_rate = decode_rate.map_or(String::new(), |rate| format!(", {rate:.1} tokens/s"));
     let graph = if generated.replayed { ", as a captured graph" } else { "" };
     let (load, peak) = (report.load_seconds, report.peak_memory_mb);
+    let bandwidth = report.bandwidth.as_ref().map_or(String::new(), |bandwidth| {
+        let Bandwidth { gb_per_step, gb_per_second, copy_gb_per_second, share_of_copy } = bandwidth;
+        format!(
+            "memory: {gb_per_step:.2} GB a step at {gb_per_second:.0} GB/s, {:.0} % of a copy's \
+             {copy_gb_per_second:.0} GB/s\n",
+            100.0 * share_of_copy,
+        )
+    });
     format!(
         "{}prompt: {tokens} tokens, {rate:.1} tokens/s\n\
          decode: {count} tokens{decode_rate}{graph}\n\
+         {bandwidth}\
          load: {load:.1} s, peak memory {peak:.0} MB",
         texts.collect::<String>(),
     )
@@ -89,7 +100,13 @@ fn report<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let (count, sampling) = (arguments.tokens, arguments.sampling);
     let generated = generate(&model, &folder.config, prompt.get_ids(), count, sampling, &device)?;
     let text = |tokens: &Vec<u32>| tokenizer.decode(tokens, true).map_err(|error| anyhow!(error));
+    // Hosts share their bandwidth with whatever else runs.
+    let bandwidth = match generated.replayed {
+        true => Bandwidth::of(&model, &generated, &device)?,
+        false => None,
+    };
     Ok(Report {
+        bandwidth,
         texts: generated.sequences.iter().map(text).collect::<Result<_>>()?,
         products,
         prompt_tokens_per_second: generated.prompt_tokens as f64 / generated.prompt_seconds,

@@ -23,6 +23,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
+use super::row::widest_vector;
 use crate::memory::check_memory;
 use crate::plan::{Capability, Dtype, Refusal};
 
@@ -47,6 +48,27 @@ pub struct AttentionHandles {
     pub position: Handle,
 }
 
+impl AttentionHandles {
+    /// Checks that memory holds the operands, with RoPE for `positions` positions.
+    pub(super) fn check_memory(
+        &self,
+        shape: &AttentionShape,
+        positions: usize,
+        dtype: Dtype,
+    ) -> Result<(), Refusal> {
+        let &AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
+        let head = batch * head_dim * dtype.size();
+        check_memory("queries", &self.queries, tokens * heads * head)?;
+        check_memory("keys", &self.keys, tokens * kv_heads * head)?;
+        check_memory("values", &self.values, tokens * kv_heads * head)?;
+        check_memory("cached keys", &self.key_cache, capacity * kv_heads * head)?;
+        check_memory("cached values", &self.value_cache, capacity * kv_heads * head)?;
+        check_memory("cosines", &self.cos, 4 * positions * head_dim / 2)?;
+        check_memory("sines", &self.sin, 4 * positions * head_dim / 2)?;
+        check_memory("position", &self.position, 4 * tokens)
+    }
+}
+
 /// Writes the keys and values of one token of each sequence into a KV cache, and attends to all
 /// positions up to it. Returns the outputs in the shape of the queries. All operands but RoPE and
 /// the position have one dtype. `positions` is the number of rows of RoPE.
@@ -61,21 +83,11 @@ pub fn attend(
     positions: usize,
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
-    let AttentionShape { batch, heads, kv_heads, capacity, head_dim, .. } = shape;
+    let AttentionShape { batch, heads, capacity, head_dim, .. } = shape;
     check_attention(&shape, positions)?;
+    operands.check_memory(&shape, positions, dtype)?;
     let plan = Plan::new(&shape, dtype, device);
     let query_bytes = batch * heads * head_dim * dtype.size();
-    let key_bytes = batch * kv_heads * head_dim * dtype.size();
-    let AttentionHandles { queries, keys, values, key_cache, value_cache, cos, sin, position } =
-        &operands;
-    check_memory("queries", queries, query_bytes)?;
-    check_memory("keys", keys, key_bytes)?;
-    check_memory("values", values, key_bytes)?;
-    check_memory("cached keys", key_cache, capacity * key_bytes)?;
-    check_memory("cached values", value_cache, capacity * key_bytes)?;
-    check_memory("cosines", cos, 4 * positions * head_dim / 2)?;
-    check_memory("sines", sin, 4 * positions * head_dim / 2)?;
-    check_memory("position", position, 4)?;
     let output = client.empty(query_bytes);
     if query_bytes > 0 {
         let launch = match dtype {
@@ -95,11 +107,20 @@ pub fn attend(
 /// [`Refusal`]: there is more than one token, heads do not divide, a head has an odd number of
 /// channels or too many, no position has both a place and a rotation, or the cache is too large.
 pub fn check_attention(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
-    let &AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
-    let mismatch = |what, expected, found| Err(Refusal::Mismatch { what, expected, found });
-    if tokens != 1 {
-        return mismatch("tokens of attention", 1, tokens);
+    if shape.tokens != 1 {
+        return Err(Refusal::Mismatch {
+            what: "tokens of attention",
+            expected: 1,
+            found: shape.tokens,
+        });
     }
+    check_heads(shape, positions)
+}
+
+/// Checks all of a shape but its number of tokens.
+pub(super) fn check_heads(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
+    let &AttentionShape { batch, heads, kv_heads, head_dim, capacity, .. } = shape;
+    let mismatch = |what, expected, found| Err(Refusal::Mismatch { what, expected, found });
     if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
         return mismatch("query heads", kv_heads, heads);
     }
@@ -121,6 +142,12 @@ pub fn check_attention(shape: &AttentionShape, positions: usize) -> Result<(), R
         return Err(Refusal::TooLarge { found, expected });
     }
     Ok(())
+}
+
+/// Returns the channels of the widest vector of up to 16 bytes such that the two halves of a head
+/// are in different vectors.
+pub(super) fn head_vector(head_dim: u32, dtype: Dtype) -> u32 {
+    widest_vector(head_dim as usize / 2, dtype) as u32
 }
 
 /// Values in f32 that a cube keeps in shared memory, besides queries and weights: 36 of the 48 KiB
@@ -149,12 +176,8 @@ struct Plan {
 impl Plan {
     fn new(shape: &AttentionShape, dtype: Dtype, &Capability { plane, .. }: &Capability) -> Self {
         let &AttentionShape { heads, kv_heads, head_dim, .. } = shape;
-        let widest = 16 / dtype.size() as u32;
         let head_dim = head_dim as u32;
-        // Channels of the two halves of a head are in different vectors.
-        let fits = |vector: &u32| head_dim.is_multiple_of(2 * vector);
-        let vector = [8, 4, 2, 1].into_iter().filter(|&width| width <= widest).find(fits);
-        let vector = vector.unwrap_or(1);
+        let vector = head_vector(head_dim, dtype);
         let of_key_head = (heads / kv_heads) as u32;
         let queries = (1..=8).rev().find(|&queries| of_key_head.is_multiple_of(queries));
         let queries = queries.unwrap_or(1);
@@ -258,15 +281,15 @@ fn launch<F: Float>(
     }
 }
 
-/// Returns the token's position, at most `last`.
+/// Returns a token's position, at most `last`.
 #[cube]
-fn position_of(position: &[i32], last: u32) -> u32 {
-    min(u32::cast_from(max(position[0], 0i32)), last)
+pub(super) fn position_of(positions: &[i32], token: u32, last: u32) -> u32 {
+    min(u32::cast_from(max(positions[token as usize], 0i32)), last)
 }
 
 /// Rotates the channels of a vector of the first half of a head and of its partner, in f32.
 #[cube]
-fn rotated<F: Float, N: Size>(
+pub(super) fn rotated<F: Float, N: Size>(
     first: Vector<F, N>,
     second: Vector<F, N>,
     cos: &[f32],
@@ -290,7 +313,10 @@ fn rotated<F: Float, N: Size>(
 
 /// Rounds values to a vector.
 #[cube]
-fn to_vector<F: Float, N: Size>(values: &Array<f32>, #[comptime] vector: u32) -> Vector<F, N> {
+pub(super) fn to_vector<F: Float, N: Size>(
+    values: &Array<f32>,
+    #[comptime] vector: u32,
+) -> Vector<F, N> {
     let mut rounded = Vector::<F, N>::empty();
     #[unroll]
     for index in 0..comptime!(vector as usize) {
@@ -322,7 +348,7 @@ fn attend_kernel<F: Float, N: Size>(
     let half = comptime!(plan.columns() / 2);
     let step = comptime!(plan.step());
     let steps = comptime!(tile.div_ceil(step));
-    let position = position_of(position, last);
+    let position = position_of(position, 0u32, last);
     let start = CUBE_POS_X * tile;
     if start > position {
         terminate!();
@@ -525,7 +551,7 @@ fn combine_kernel<F: Float>(
     let columns = comptime!(plan.columns());
     let width = comptime!(head_dim.next_power_of_two());
     let head = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
-    let count = position_of(position, last) / comptime!(plan.tile) + 1;
+    let count = position_of(position, 0u32, last) / comptime!(plan.tile) + 1;
     let first = head * tiles;
     let (part, slot) = (UNIT_POS / width, UNIT_POS % width);
     // A part without tiles has a sum of 0.

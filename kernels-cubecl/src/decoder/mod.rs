@@ -4,14 +4,21 @@
 //! |----------------|--------------------------------------------------------------------------|
 //! | `norm.rs`      | [`rms_norm`], also of a residual stream and its update                   |
 //! | `attention.rs` | [`attend`]: one token's RoPE, the KV cache in place, attention to it     |
+//! | `prefill.rs`   | [`rotate_into_cache`], [`attention_weights`]: the same for many tokens   |
 //! | `sample.rs`    | [`sample`]: draws tokens from logits                                     |
 //! | `row.rs`       | a row that the units of a cube divide                                    |
 
+mod argmax;
 mod attention;
+mod dense_gemv;
 mod norm;
+mod prefill;
 mod row;
 mod sample;
 
+pub use argmax::argmax;
 pub use attention::{AttentionHandles, attend, check_attention};
+pub use dense_gemv::{MAX_DENSE_GEMV_ROWS, dense_gemv};
 pub use norm::{Normalized, rms_norm};
+pub use prefill::{attention_weights, check_prefill, rotate_into_cache};
 pub use sample::sample;

@@ -32,3 +32,28 @@ pub(super) fn sum_of_cube(own: f32, #[comptime] plane: u32, #[comptime] units: u
     }
     sum
 }
+
+/// Returns the largest value of the units of a cube, on every unit.
+#[cube]
+pub(super) fn max_of_cube<T: Numeric + CubePrimitive<Scalar: PlaneNumeric>>(
+    own: T,
+    #[comptime] plane: u32,
+    #[comptime] units: u32,
+) -> T {
+    let of_plane = if comptime!(plane > 1) { plane_max(own) } else { own };
+    let planes = comptime!(units / plane);
+    let mut largest = of_plane;
+    if comptime!(planes > 1) {
+        let mut shared = Shared::<[T]>::new_slice(comptime!(planes as usize));
+        let lane = UNIT_POS % plane;
+        if lane == 0u32 {
+            shared[(UNIT_POS / plane) as usize] = of_plane;
+        }
+        sync_cube();
+        #[unroll]
+        for at in 0..planes {
+            largest = max(largest, shared[at as usize]);
+        }
+    }
+    largest
+}

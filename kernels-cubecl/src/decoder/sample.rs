@@ -17,7 +17,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::row::{sum_of_cube, widest_vector};
+use super::row::{max_of_cube, sum_of_cube, widest_vector};
 use crate::memory::check_memory;
 use crate::plan::{Capability, Dtype, Refusal, UNITS};
 
@@ -51,14 +51,8 @@ pub fn sample(
             Dtype::F16 => launch::<f16>,
             Dtype::Bf16 => launch::<bf16>,
         };
-        launch(
-            client,
-            device,
-            [logits, uniform, tokens.clone()],
-            [rows, vocab_size],
-            dtype,
-            options,
-        );
+        let handles = [logits, uniform, tokens.clone()];
+        launch(client, device, handles, [rows, vocab_size], dtype, options);
     }
     Ok(tokens)
 }
@@ -85,9 +79,11 @@ fn launch<F: Float>(
     SampleOptions { temperature, top_k, top_p }: SampleOptions,
 ) {
     let vector = widest_vector(vocab_size, dtype);
+    let (vectors, len) = ((vocab_size / vector) as u32, rows * vocab_size / vector);
+    // Without planes a unit takes a row.
+    let units = if plane > 1 { UNITS } else { 1 };
     let plan = Plan {
-        // Without planes a unit takes a row.
-        units: if plane > 1 { UNITS } else { 1 },
+        units,
         plane,
         vector: vector as u32,
         // Sign, exponent and significand of the f32 of a logit.
@@ -106,10 +102,10 @@ fn launch<F: Float>(
             CubeCount::Static(rows as u32, 1, 1),
             CubeDim::new_1d(plan.units),
             vector,
-            BufferArg::from_raw_parts(logits, rows * vocab_size / vector),
+            BufferArg::from_raw_parts(logits, len),
             BufferArg::from_raw_parts(uniform, rows),
             BufferArg::from_raw_parts(tokens, rows),
-            (vocab_size / vector) as u32,
+            vectors,
             1.0 / temperature,
             top_k.unwrap_or(0).max(1) as f32,
             top_p.unwrap_or(1.0),
@@ -120,7 +116,7 @@ fn launch<F: Float>(
 
 /// Returns bits that order like the values, without NaN.
 #[cube]
-fn key(value: f32) -> u32 {
+pub(super) fn key(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
     let sign = 0x8000_0000u32;
     select(bits >= sign, !bits, bits | sign)
@@ -241,7 +237,6 @@ fn largest_key<F: Float, N: Size>(
 #[cube]
 fn largest_of_row<F: Float, N: Size>(
     logits: &[Vector<F, N>],
-    shared: &mut Shared<[f32]>,
     first: u32,
     vectors: u32,
     #[comptime] plan: Plan,
@@ -257,22 +252,7 @@ fn largest_of_row<F: Float, N: Size>(
         }
         at += units;
     }
-    if comptime!(plane > 1) {
-        largest = plane_max(largest);
-    }
-    if comptime!(units > plane) {
-        let lane = UNIT_POS % plane;
-        if lane == 0u32 {
-            shared[(UNIT_POS / plane) as usize] = largest;
-        }
-        sync_cube();
-        #[unroll]
-        for other in 0..comptime!(units / plane) {
-            largest = max(largest, shared[other as usize]);
-        }
-        sync_cube();
-    }
-    largest
+    max_of_cube::<f32>(largest, plane, units)
 }
 
 /// Runs the steps at the head of this file.
@@ -292,7 +272,7 @@ fn sample_kernel<F: Float, N: Size>(
     let first = CUBE_POS_X * vectors;
     let mut sums = Shared::<[f32]>::new_slice(comptime!((16 * (units + 1)) as usize));
 
-    let largest = largest_of_row::<F, N>(logits, &mut sums, first, vectors, plan);
+    let largest = largest_of_row::<F, N>(logits, first, vectors, plan);
     let mut least = 0u32.runtime();
     if comptime!(plan.top_k) {
         least = largest_key::<F, N>(

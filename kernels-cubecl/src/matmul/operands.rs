@@ -72,8 +72,8 @@ pub(crate) struct Member<F: Float, S: Int, W: Size> {
     pub(crate) output: &'static mut [F],
     /// Packed rows.
     pub(crate) n: u32,
-    /// Its first cube.
-    pub(crate) first_cube: u32,
+    /// Its first n tile among those of all weights.
+    pub(crate) first_tile: u32,
 }
 
 /// Widths of a kernel's loads.

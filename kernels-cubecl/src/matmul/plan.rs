@@ -100,11 +100,12 @@ const SPLIT_K_REDUCE_SUMS_PER_NS: usize = 1000;
 /// Largest number of cubes that divide k.
 const MAX_SPLIT_K: usize = 8;
 
-/// Launch of `small_m.rs`. A cube takes some packed rows and all rows of the input. Its planes
-/// divide the packed rows and k.
+/// Launch of `small_m.rs`. A cube takes some n tiles, one after the other, and all rows of the
+/// input. Its planes divide the packed rows of an n tile and k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct SmallM {
-    /// Cubes.
+    /// Largest number of cubes: as many as run at once. Fewer are launched if there are fewer n
+    /// tiles.
     pub cubes: u32,
     /// Planes with 16 packed rows of their own.
     pub n_planes: u32,
@@ -112,6 +113,8 @@ pub(super) struct SmallM {
     pub k_planes: u32,
     /// Rows of the input, rounded up to a power of two.
     pub tile_m: u32,
+    /// K tiles of the input, if all of it is in shared memory; otherwise 0.
+    pub shared_k_tiles: u32,
 }
 
 impl SmallM {
@@ -120,7 +123,7 @@ impl SmallM {
         32 * self.n_planes * self.k_planes
     }
 
-    /// Returns the packed rows of a cube.
+    /// Returns the packed rows of an n tile.
     pub(super) const fn tile_n(&self) -> u32 {
         16 * self.n_planes
     }
@@ -130,14 +133,21 @@ impl SmallM {
         self.tile_m.div_ceil(8)
     }
 
-    /// Returns the rows of the input that a plane copies to shared memory.
+    /// Returns the rows of the input that a plane copies to shared memory for a step.
     pub(super) const fn copies(&self) -> u32 {
-        self.tile_m.div_ceil(self.n_planes)
+        if self.shared_k_tiles > 0 { 0 } else { self.tile_m.div_ceil(self.n_planes) }
     }
 }
 
 /// Elements of k that a plane of `small_m.rs` takes at a time.
 pub(super) const SMALL_M_K_TILE: usize = 256;
+
+/// Largest input that is in shared memory as a whole, in k tiles of a row: 39 KB, so that it fits
+/// with the sums into the 48 KiB that each device has.
+const MAX_SHARED_K_TILES: usize = 68;
+
+/// Units on a multiprocessor that run `small_m.rs` at once, as its registers allow.
+const SMALL_M_UNITS: u32 = 512;
 
 /// Largest m of `small_m.rs`.
 const MAX_SMALL_M: usize = 16;
@@ -403,13 +413,16 @@ impl Matmul {
             9..=MAX_SMALL_M => return refuse("there are too few packed rows for them"),
             _ => return refuse("there are too many rows of the input for them"),
         };
-        let tile_m = self.m.next_power_of_two() as u32;
-        match u32::try_from(cubes(n_planes)) {
-            Ok(cubes) if cubes <= device.max_cubes => {
-                Ok(SmallM { cubes, n_planes, k_planes, tile_m })
-            }
-            _ => refuse("there are too many cubes"),
-        }
+        let tile_m = self.m.next_power_of_two();
+        let k_tiles = self.k / SMALL_M_K_TILE;
+        let shares_all = tile_m * k_tiles <= MAX_SHARED_K_TILES;
+        Ok(SmallM {
+            cubes: sms * (SMALL_M_UNITS / (32 * n_planes * k_planes)).max(1),
+            n_planes,
+            k_planes,
+            tile_m: tile_m as u32,
+            shared_k_tiles: if shares_all { k_tiles as u32 } else { 0 },
+        })
     }
 
     fn mma_launch(&self, device: &Capability) -> Result<Mma, Refusal> {
@@ -541,24 +554,29 @@ mod tests {
     #[test]
     fn few_inputs_are_multiplied_by_matrix_instructions() {
         let of = |m, n| match matmul(m, n, 8192).plan(&GPU).unwrap().expect("few rows").kernel {
-            Kernel::SmallM(small_m) => {
-                Some((small_m.cubes, small_m.n_planes, small_m.k_planes, small_m.tile_m))
+            Kernel::SmallM(SmallM { n_planes, k_planes, tile_m, shared_k_tiles, .. }) => {
+                Some((n_planes, k_planes, tile_m, shared_k_tiles))
             }
             _ => None,
         };
-        assert_eq!(of(1, 8192), Some((512, 1, 4, 1)));
-        assert_eq!(of(1, 4096), Some((256, 1, 8, 1)));
-        assert_eq!(of(1, 20), Some((2, 1, 8, 1)));
-        assert_eq!(of(3, 8192), Some((512, 1, 4, 4)));
-        assert_eq!(of(3, 4096), Some((256, 1, 8, 4)));
-        assert_eq!(of(5, 8192), Some((256, 2, 4, 8)));
-        assert_eq!(of(16, 6144), Some((96, 4, 4, 16)));
-        assert_eq!(of(16, 8192), Some((128, 4, 4, 16)));
-        assert_eq!(of(9, 11008), Some((344, 2, 4, 16)));
-        assert_eq!(of(16, 28672), Some((448, 4, 1, 16)));
-        assert_eq!(of(9, 4096), Some((128, 2, 4, 16)));
+        assert_eq!(of(1, 8192), Some((1, 4, 1, 32)));
+        assert_eq!(of(1, 4096), Some((1, 8, 1, 32)));
+        assert_eq!(of(1, 20), Some((1, 8, 1, 32)));
+        assert_eq!(of(2, 8192), Some((1, 4, 2, 64)));
+        assert_eq!(of(3, 8192), Some((1, 4, 4, 0)));
+        assert_eq!(of(3, 4096), Some((1, 8, 4, 0)));
+        assert_eq!(of(5, 8192), Some((2, 4, 8, 0)));
+        assert_eq!(of(16, 6144), Some((4, 4, 16, 0)));
+        assert_eq!(of(16, 8192), Some((4, 4, 16, 0)));
+        assert_eq!(of(9, 11008), Some((2, 4, 16, 0)));
+        assert_eq!(of(16, 28672), Some((4, 1, 16, 0)));
+        assert_eq!(of(9, 4096), Some((2, 4, 16, 0)));
         assert_eq!(of(9, 1024), None);
         assert_eq!(of(17, 8192), None);
+        // As many cubes as run at once.
+        assert_eq!(matmul(1, 28672, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes);
+        assert_eq!(matmul(1, 4096, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 2);
+        assert_eq!(matmul(16, 8192, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 4);
         let odd = matmul(1, 8192, 384).small_m(&GPU);
         assert!(matches!(odd, Err(Refusal::Instructions { .. })), "{odd:?}");
     }

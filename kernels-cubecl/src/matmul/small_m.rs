@@ -9,17 +9,23 @@
 //! | part 0: 64 elements     | part 1                  | part 2       | part 3       |
 //! | 16 bytes   | 16 bytes   |  and the scales of their blocks in one word
 //!
-//! cube: n_planes x k_planes planes, for one weight of a family that multiplies one input
-//! load codes, scales and input of the first two k tiles                (load_k_tile)
-//! prefetch the weight of the next matmul, now or before the last tiles (prefetch_next)
-//! for k_tile in the k tiles, `k_planes` at a time:
-//!     the input goes to shared memory, in the order of decoded codes   (share_input)
+//! cube: n_planes x k_planes planes, which take every `cubes`-th n tile: 16 x n_planes packed rows
+//! of one weight of a family that multiplies one input
+//! load codes and scales of the first two steps                         (load_step)
+//! a small input goes to shared memory as a whole                       (share_all)
+//! prefetch the weight of the next matmul, now or before the last steps (prefetch_next)
+//! for the steps of all n tiles: `k_planes` k tiles each
+//!     otherwise the input of the step goes to shared memory            (share_input)
 //!     for half of a word of eight codes:                               (multiply)
 //!         weights = codes x scales, in registers
 //!         sums += weights x input, for every eight rows of the input
-//!     load the k tile after the next                                   (load_k_tile)
-//! add the sums of the planes along k; epilogue                         (store_sums)
+//!     load the step after the next, also of the next n tile            (load_step)
+//!     after the last step of an n tile:
+//!         add the sums of the planes along k; epilogue                 (store_sums)
 //! ```
+//!
+//! Loads go on from one n tile to the next, so that memory does not idle in between. The input in
+//! shared memory is in the order of decoded codes.
 
 use cubecl::client::Client;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
@@ -49,9 +55,9 @@ pub(super) fn launch<F: Float, S: Int>(
 ) {
     let Matmul { m, n, k, .. } = *matmul;
     let widths = Widths { codes: 32, scales: 64, input: 8, k_tile: SMALL_M_K_TILE };
-    let cubes = |n: usize| n.div_ceil(plan.tile_n() as usize) as u32;
+    let n_tiles = |n: usize| n.div_ceil(plan.tile_n() as usize) as u32;
     let mut members = SequenceArg::new();
-    let mut first_cube = cubes(n);
+    let mut tiles = n_tiles(n);
     for MemberHandles { weight, bias, output, n } in family {
         let input = handles.input.clone();
         // SAFETY: as below.
@@ -64,23 +70,24 @@ pub(super) fn launch<F: Float, S: Int>(
                 },
                 BufferArg::from_raw_parts(output, m * n),
                 n as u32,
-                first_cube,
+                tiles,
             )
         });
-        first_cube += cubes(n);
+        tiles += n_tiles(n);
     }
     // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         small_m_kernel::launch_unchecked::<F, S>(
             client,
-            CubeCount::Static(first_cube, 1, 1),
+            CubeCount::Static(tiles.min(plan.cubes), 1, 1),
             CubeDim::new_1d(plan.units()),
             4,
             4,
             operands(handles, matmul, blueprint, widths),
             BufferArg::from_raw_parts(output, m * n),
             members,
+            tiles,
             plan,
         );
     }
@@ -98,7 +105,7 @@ const ROWS_PER_LANE: u32 = 2;
 /// K tiles in registers: one is multiplied while the other is loaded.
 const PIPELINE_STAGES: u32 = 2;
 
-/// Position of a lane, and the rows it works on.
+/// Position of a lane in its cube.
 #[derive(CubeType, Clone, Copy)]
 struct Lane {
     /// Number in its plane.
@@ -111,87 +118,97 @@ struct Lane {
     n_plane: u32,
     /// Number of its plane among the planes that divide k.
     k_plane: u32,
+}
+
+/// An n tile, and the place of a lane in it.
+#[derive(CubeType, Clone, Copy)]
+struct NTile {
     /// Number of its weight in the family.
     member: u32,
     /// Packed rows of its weight.
     n: u32,
-    /// First packed row of its cube.
-    cube_row: u32,
-    /// First of its packed rows.
+    /// First packed row of the tile.
+    first: u32,
+    /// First packed row of the lane.
     row: u32,
 }
 
 /// Returns the position of this unit.
 #[cube]
-fn lane<F: Float, S: Int, W: Size, X: Size>(
-    operands: &Operands<F, S, W, X>,
-    family: &Sequence<Member<F, S, W>>,
-    #[comptime] plan: SmallM,
-) -> Lane {
+fn lane_of_unit(#[comptime] plan: SmallM) -> Lane {
     let plane = UNIT_POS / 32;
-    let n_plane = plane % plan.n_planes;
-    let quad = UNIT_POS % 32 / 4;
-    let mut member = 0u32.runtime();
-    let mut n = operands.dims.n;
-    let mut first_cube = 0u32.runtime();
-    #[unroll]
-    for index in 0..family.len() {
-        let next = family.index(index);
-        if CUBE_POS as u32 >= next.first_cube {
-            member = comptime!(index as u32 + 1).runtime();
-            n = next.n;
-            first_cube = next.first_cube;
-        }
-    }
-    let cube_row = (CUBE_POS as u32 - first_cube) * comptime!(plan.tile_n());
     Lane {
-        member,
-        n,
         lane: UNIT_POS % 32,
-        quad,
+        quad: UNIT_POS % 32 / 4,
         part: UNIT_POS % 4,
-        n_plane,
+        n_plane: plane % plan.n_planes,
         k_plane: plane / plan.n_planes,
-        cube_row,
-        row: cube_row + n_plane * 16 + quad,
     }
 }
 
-/// Registers that a lane loads for a k tile.
+/// Returns an n tile, given its number among those of all weights.
+#[cube]
+fn n_tile<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    family: &Sequence<Member<F, S, W>>,
+    tile: u32,
+    lane: &Lane,
+    #[comptime] plan: SmallM,
+) -> NTile {
+    let mut member = 0u32.runtime();
+    let mut n = operands.dims.n;
+    let mut first_tile = 0u32.runtime();
+    #[unroll]
+    for index in 0..family.len() {
+        let next = family.index(index);
+        if tile >= next.first_tile {
+            member = comptime!(index as u32 + 1).runtime();
+            n = next.n;
+            first_tile = next.first_tile;
+        }
+    }
+    let first = (tile - first_tile) * comptime!(plan.tile_n());
+    let row = first + lane.n_plane * 16 + lane.quad;
+    NTile { member, n, first, row }
+}
+
+/// Registers that a lane loads for a step.
 #[derive(CubeType)]
 struct Loaded<W: Size, X: Size> {
     /// Two vectors of codes of both rows.
     codes: Array<Vector<u32, W>>,
     /// The scales of their blocks, in a word.
     scales: Array<u32>,
-    /// The part of the input that the lane copies.
+    /// The part of the input that the lane copies, if steps share it.
     input: Array<Vector<u32, X>>,
 }
 
-/// Loads a k tile from device memory. Tiles beyond the last repeat it.
+/// Loads a step from device memory. K tiles beyond the last repeat it.
 #[cube]
-fn load_k_tile<F: Float, S: Int, W: Size, X: Size>(
+fn load_step<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     family: &Sequence<Member<F, S, W>>,
-    k_tile: u32,
     loaded: &mut Loaded<W, X>,
+    tile: u32,
+    step: u32,
     lane: &Lane,
     #[comptime] plan: SmallM,
 ) {
     let dims = &operands.dims;
-    let k_tile = min(k_tile, dims.k_tiles - 1);
+    let n_tile = n_tile::<F, S, W, X>(operands, family, tile, lane, plan);
+    let k_tile = min(step * plan.k_planes + lane.k_plane, dims.k_tiles - 1);
     let members = comptime!(family.len() + 1);
     if comptime!(members == 1) {
-        load_weight::<S, W, X>(&operands.weight, dims.k_tiles, k_tile, loaded, lane);
+        load_weight::<S, W, X>(&operands.weight, dims.k_tiles, k_tile, loaded, &n_tile, lane);
     } else {
-        if lane.member == 0u32 {
-            load_weight::<S, W, X>(&operands.weight, dims.k_tiles, k_tile, loaded, lane);
+        if n_tile.member == 0u32 {
+            load_weight::<S, W, X>(&operands.weight, dims.k_tiles, k_tile, loaded, &n_tile, lane);
         }
         #[unroll]
         for index in 0..family.len() {
-            if lane.member == comptime!(index as u32 + 1) {
+            if n_tile.member == comptime!(index as u32 + 1) {
                 let weight = &family.index(index).weight;
-                load_weight::<S, W, X>(weight, dims.k_tiles, k_tile, loaded, lane);
+                load_weight::<S, W, X>(weight, dims.k_tiles, k_tile, loaded, &n_tile, lane);
             }
         }
     }
@@ -210,11 +227,12 @@ fn load_weight<S: Int, W: Size, X: Size>(
     k_tiles: u32,
     k_tile: u32,
     loaded: &mut Loaded<W, X>,
+    n_tile: &NTile,
     lane: &Lane,
 ) {
     #[unroll]
     for half in 0..ROWS_PER_LANE {
-        let row = min(lane.row + half * 8, lane.n - 1);
+        let row = min(n_tile.row + half * 8, n_tile.n - 1);
         let at = ((row * k_tiles + k_tile) * 4 + lane.part) as usize;
         let to = comptime!(half as usize);
         loaded.codes[comptime!(2 * to)] = weight.codes[at * 2];
@@ -229,16 +247,44 @@ fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: SmallM) -> u
     (lane.n_plane * comptime!(plan.copies()) + copy) % plan.tile_m
 }
 
+/// Returns the place of a vector of the input in shared memory, within its k tile.
+#[cube]
+fn place_of(row: u32, vector: u32) -> u32 {
+    row * ROW_STRIDE_PADDED + vector / 8 * QUARTER_STRIDE_PADDED + vector % 8
+}
+
+/// Copies the whole input to shared memory.
+#[cube]
+fn share_all<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    shared: &mut [Vector<u32, X>],
+    #[comptime] plan: SmallM,
+) {
+    let dims = &operands.dims;
+    let row_vectors = dims.k_tiles * K_TILE_VECTORS;
+    let mut at = UNIT_POS;
+    while at < dims.m * row_vectors {
+        let (row, in_row) = (at / row_vectors, at % row_vectors);
+        let (k_tile, vector) = (in_row / K_TILE_VECTORS, in_row % K_TILE_VECTORS);
+        let to = k_tile * comptime!(plan.tile_m * ROW_STRIDE_PADDED) + place_of(row, vector);
+        shared[to as usize] = pairs::<X>(operands.input[at as usize]);
+        at += comptime!(plan.units());
+    }
+    sync_cube();
+}
+
 /// Runs the main loop at the head of this file.
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
 fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
     family: &mut Sequence<Member<F, S, W>>,
+    tiles: u32,
     #[comptime] plan: SmallM,
 ) {
-    let SmallM { k_planes, tile_m, .. } = comptime!(plan);
-    let lane = lane::<F, S, W, X>(operands, &*family, plan);
+    let SmallM { k_planes, tile_m, shared_k_tiles, .. } = comptime!(plan);
+    let lane = lane_of_unit(plan);
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
     let size!(NB) = definition.vector_size(MatrixIdent::B);
@@ -252,75 +298,114 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
         sums.push(zeros);
     }
 
-    let buffer = comptime!(k_planes * tile_m * ROW_STRIDE_PADDED);
-    let mut shared =
-        Shared::<[Vector<u32, X>]>::new_slice(comptime!((PIPELINE_STAGES * buffer) as usize));
+    let k_tiles = operands.dims.k_tiles;
+    let steps = k_tiles.div_ceil(k_planes);
+    let grid = CUBE_COUNT as u32;
+    let mut load_tile = CUBE_POS as u32;
+    let mut load_at = 0u32.runtime();
     let mut loaded = Sequence::<Loaded<W, X>>::new();
     #[unroll]
-    for stage in 0..PIPELINE_STAGES {
+    for _ in 0..PIPELINE_STAGES {
         let mut next = Loaded::<W, X> {
             codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS_PER_LANE as usize)),
             scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
-            input: Array::<Vector<u32, X>>::new(comptime!(plan.copies() as usize)),
+            input: Array::<Vector<u32, X>>::new(comptime!(plan.copies().max(1) as usize)),
         };
-        load_k_tile::<F, S, W, X>(
-            operands,
-            &*family,
-            lane.k_plane + stage * k_planes,
-            &mut next,
-            &lane,
-            plan,
-        );
+        load_step::<F, S, W, X>(operands, &*family, &mut next, load_tile, load_at, &lane, plan);
         loaded.push(next);
+        load_at += 1u32;
+        if load_at == steps {
+            load_at = 0u32;
+            // Behind the last n tile nothing uses what is loaded.
+            load_tile = min(load_tile + grid, tiles - 1);
+        }
+    }
+    // Input of a k tile, and of the k tiles of a step.
+    let buffer = comptime!(tile_m * ROW_STRIDE_PADDED);
+    let step_buffer = comptime!(k_planes * buffer);
+    let shares_all = comptime!(shared_k_tiles > 0);
+    let length = comptime!(match shares_all {
+        true => shared_k_tiles * buffer,
+        false => PIPELINE_STAGES * step_buffer,
+    });
+    let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(length as usize));
+    if comptime!(shares_all) {
+        share_all::<F, S, W, X>(operands, &mut shared, plan);
     }
     prefetch_next(&operands.prefetch, comptime!(false));
 
-    let shares = comptime!(plan.n_planes > 1);
-    let k_tiles = operands.dims.k_tiles;
-    // Planes that share a barrier need the same number of iterations.
-    let end = if comptime!(shares) { k_tiles.div_ceil(k_planes) * k_planes } else { k_tiles };
-    let mut first = lane.k_plane;
-    while first < end {
+    let shares_steps = comptime!(!shares_all && plan.n_planes > 1);
+    let own = (tiles - CUBE_POS as u32).div_ceil(grid);
+    let end = own * steps;
+    let mut done = 0u32.runtime();
+    let mut tile = CUBE_POS as u32;
+    let mut step = 0u32.runtime();
+    while done < end {
         // The rest of this matmul's own weight is in flight.
-        if first + comptime!(PIPELINE_STAGES * k_planes) >= end {
+        if done + PIPELINE_STAGES >= end {
             prefetch_next(&operands.prefetch, comptime!(true));
         }
         // Unrolled: each stage has registers of its own, and nothing is moved between them.
         #[unroll]
         for stage in 0..PIPELINE_STAGES {
-            let k_tile = first + stage * k_planes;
-            let from = stage * buffer + lane.k_plane * comptime!(tile_m * ROW_STRIDE_PADDED);
-            let current = loaded.index(comptime!(stage as usize));
-            share_input::<X>(&mut shared, from, &current.input, &lane, plan);
-            if comptime!(shares) {
-                sync_cube();
-            } else {
-                sync_plane();
-            }
-            if k_tile < k_tiles {
-                multiply::<F, S, W, X, NA, NB, NC>(
-                    operands,
-                    &definition,
-                    current,
-                    from,
-                    &shared,
-                    &mut sums,
-                    &lane,
-                    plan,
-                );
-            }
-            let next = k_tile + comptime!(PIPELINE_STAGES * k_planes);
-            if next < k_tiles {
-                let loaded = loaded.index_mut(comptime!(stage as usize));
-                load_k_tile::<F, S, W, X>(operands, &*family, next, loaded, &lane, plan);
+            if done + stage < end {
+                let k_tile = step * k_planes + lane.k_plane;
+                let mut from = k_tile * buffer;
+                let registers = loaded.index(comptime!(stage as usize));
+                if comptime!(!shares_all) {
+                    from = stage * step_buffer + lane.k_plane * buffer;
+                    share_input::<X>(&mut shared, from, &registers.input, &lane, plan);
+                    if comptime!(shares_steps) {
+                        sync_cube();
+                    } else {
+                        sync_plane();
+                    }
+                }
+                if k_tile < k_tiles {
+                    multiply::<F, S, W, X, NA, NB, NC>(
+                        operands,
+                        &definition,
+                        registers,
+                        from,
+                        &shared,
+                        &mut sums,
+                        &lane,
+                        plan,
+                    );
+                }
+                if done + (stage + PIPELINE_STAGES) < end {
+                    let next = loaded.index_mut(comptime!(stage as usize));
+                    load_step::<F, S, W, X>(
+                        operands, &*family, next, load_tile, load_at, &lane, plan,
+                    );
+                    load_at += 1u32;
+                    if load_at == steps {
+                        load_at = 0u32;
+                        load_tile += grid;
+                    }
+                }
+                step += 1u32;
+                if step == steps {
+                    let stored = n_tile::<F, S, W, X>(operands, &*family, tile, &lane, plan);
+                    store_sums::<F, S, W, X, NC>(
+                        operands, output, family, &sums, &stored, &lane, plan,
+                    );
+                    #[unroll]
+                    for m_tile in 0..comptime!(plan.m_tiles()) {
+                        let sums = sums.index_mut(comptime!(m_tile as usize));
+                        sums[0] = Vector::new(0.0f32);
+                        sums[1] = Vector::new(0.0f32);
+                    }
+                    step = 0u32;
+                    tile += grid;
+                }
             }
         }
-        first += comptime!(PIPELINE_STAGES * k_planes);
+        done += PIPELINE_STAGES;
     }
-    store_sums::<F, S, W, X, NC>(operands, output, family, &sums, &lane, plan);
 }
 
-/// Stores a lane's copy of the input in shared memory.
+/// Stores a lane's copy of the input of a step in shared memory.
 #[cube]
 fn share_input<X: Size>(
     shared: &mut [Vector<u32, X>],
@@ -331,10 +416,8 @@ fn share_input<X: Size>(
 ) {
     #[unroll]
     for copy in 0..comptime!(plan.copies()) {
-        let row = copied_row(lane, copy, plan);
-        let at =
-            from + row * ROW_STRIDE_PADDED + lane.lane / 8 * QUARTER_STRIDE_PADDED + lane.lane % 8;
-        shared[at as usize] = pairs::<X>(input[copy as usize]);
+        let to = from + place_of(copied_row(lane, copy, plan), lane.lane);
+        shared[to as usize] = pairs::<X>(input[copy as usize]);
     }
 }
 
@@ -411,6 +494,7 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     output: &mut [F],
     family: &mut Sequence<Member<F, S, W>>,
     sums: &Sequence<Array<Vector<f32, NC>>>,
+    n_tile: &NTile,
     lane: &Lane,
     #[comptime] plan: SmallM,
 ) {
@@ -420,6 +504,8 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     let stride = comptime!(rows + 4);
     let region = comptime!(stride * 8 * plan.m_tiles());
     let mut staged = Shared::<[f32]>::new_slice(comptime!((plan.k_planes * region) as usize));
+    // Planes may still read the sums of the n tile before.
+    sync_cube();
     #[unroll]
     for tile in 0..comptime!(plan.m_tiles()) {
         #[unroll]
@@ -427,7 +513,7 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
             let (half, column) = comptime!((index as usize / 2, index as usize % 2));
             let sum = sums.index(comptime!(tile as usize))[half].extract(column);
             let to = lane.part * 2 + comptime!(tile * 8 + column as u32);
-            let row = lane.row - lane.cube_row + comptime!(8 * half as u32);
+            let row = n_tile.row - n_tile.first + comptime!(8 * half as u32);
             if to < dims.m {
                 staged[(lane.k_plane * region + to * stride + row) as usize] = sum;
             }
@@ -437,8 +523,8 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     let mut at = UNIT_POS;
     while at < rows * dims.m {
         let (in_row, to) = (at % rows, at / rows);
-        let row = lane.cube_row + in_row;
-        if row < lane.n {
+        let row = n_tile.first + in_row;
+        if row < n_tile.n {
             let mut sum = 0.0f32.runtime();
             #[unroll]
             for k_plane in 0..plan.k_planes {
@@ -446,14 +532,14 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
             }
             let blueprint = comptime!(operands.blueprint);
             sum *= comptime!(sum_shift(blueprint.grid()));
-            let at = (to * lane.n + row) as usize;
-            if lane.member == 0u32 {
+            let at = (to * n_tile.n + row) as usize;
+            if n_tile.member == 0u32 {
                 let (weight, bias) = (&operands.weight, operands.bias);
                 output[at] = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
             }
             #[unroll]
             for index in 0..family.len() {
-                if lane.member == comptime!(index as u32 + 1) {
+                if n_tile.member == comptime!(index as u32 + 1) {
                     let next = family.index_mut(index);
                     let value =
                         epilogue_of::<F, S, W>(&next.weight, next.bias, sum, row, blueprint);

@@ -3,10 +3,11 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use crate::devices::decoder::{HostDecoderBackend, has_host_decoder};
+use crate::devices::decoder::{DecoderBackend, multiplies_rows};
 
 /// Multiplies an input `[.., K]` by a dense weight `[K, N]`, in either order of memory. A single
-/// row in f32 on `flex` is multiplied by all threads, where Burn's product has one.
+/// row in f32 on `flex` is multiplied by all threads, where Burn's product has one. Up to 8 rows in
+/// one dtype are one kernel on devices with kernels, where Burn would tune one.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};
@@ -26,16 +27,17 @@ pub fn dense_matmul<const D: usize>(input: Tensor<D>, weight: Tensor<2>) -> Tens
     let mut shape = input.dims();
     let found = core::mem::replace(&mut shape[D - 1], outputs);
     let rows: usize = shape[..D - 1].iter().product();
-    if rows != 1 || found != channels || channels == 0 {
+    if rows == 0 || found != channels || channels == 0 {
         return burn::tensor::module::linear(input, weight, None);
     }
-    let input = input.reshape([1, channels]);
-    let product: Tensor<2> = if has_host_decoder(&input.device(), [input.dtype(), weight.dtype()]) {
-        let (input, weight) = (input.into_dispatch(), weight.into_dispatch());
-        Tensor::from_dispatch(Dispatch::decoder_gemv(input, weight))
-    } else {
-        // `linear` would copy a transposed weight.
-        input.matmul(weight)
-    };
+    let input = input.reshape([rows, channels]);
+    let product: Tensor<2> =
+        if multiplies_rows(&input.device(), [input.dtype(), weight.dtype()], rows) {
+            let (input, weight) = (input.into_dispatch(), weight.into_dispatch());
+            Tensor::from_dispatch(Dispatch::decoder_gemv(input, weight))
+        } else {
+            // `linear` would copy a transposed weight where rows are few.
+            input.matmul(weight)
+        };
     product.reshape(shape)
 }

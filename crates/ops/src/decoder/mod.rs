@@ -1,18 +1,18 @@
 //! Operations of a decoder besides its quantized products.
 //!
 //! On `flex` in f32 each is one operation that writes to the memory of its inputs where nothing
-//! else reads it. On devices with kernels norms are one kernel, and attention of one new token of
-//! each sequence is two. On every other device, and where a pass is recorded or differentiated,
+//! else reads it. On devices with kernels a norm is one kernel. Attention is two for one new token
+//! of each sequence, and four for several, two of them dense matmuls. On every other device, and where a pass is recorded or differentiated,
 //! each is the tensor operations that its documentation names.
 //!
 //! | file           | contents                                                            |
 //! |----------------|---------------------------------------------------------------------|
 //! | `norm.rs`      | [`rms_norm`] and [`add_rms_norm`]                                   |
 //! | `swiglu.rs`    | [`swiglu`]                                                          |
-//! | `dense.rs`     | [`dense_matmul`]: one row times a dense weight                      |
+//! | `dense.rs`     | [`dense_matmul`]: few rows times a dense weight                     |
 //! | `rope.rs`      | [`RotaryEmbedding`] and [`Positions`]: what layers share            |
 //! | `attention.rs` | [`attention`] to a [`KvCache`] in place                             |
-//! | `sample.rs`    | [`sample`]: draws the next token from logits                        |
+//! | `sample.rs`    | [`sample`] and [`argmax`]: the next token from logits               |
 
 mod attention;
 mod dense;
@@ -25,5 +25,5 @@ pub use attention::{KvCache, attention};
 pub use dense::dense_matmul;
 pub use norm::{add_rms_norm, rms_norm};
 pub use rope::{Positions, RotaryEmbedding};
-pub use sample::sample;
+pub use sample::{argmax, sample};
 pub use swiglu::swiglu;

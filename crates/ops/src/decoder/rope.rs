@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use burn::module::Module;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-use crate::devices::decoder::attends;
+use crate::devices::decoder::decoder_code;
 
 /// Cosines and sines of every position, `[positions, head_dim / 2]`.
 #[derive(Module, Debug)]
@@ -41,8 +41,7 @@ impl RotaryEmbedding {
     /// `dtype`.
     #[must_use]
     pub fn at(&self, positions: Tensor<1, Int>, keys: usize, dtype: DType) -> Positions {
-        let [tokens] = positions.dims();
-        let own_operations = attends(&positions.device(), [dtype], tokens);
+        let own_operations = decoder_code(&positions.device(), [dtype]).is_some();
         let Self { cos, sin, partners } = self.clone();
         let prepared =
             Positions { positions, keys, dtype, cos, sin, partners, rows: OnceLock::new() };

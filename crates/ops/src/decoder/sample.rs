@@ -55,3 +55,27 @@ pub fn sample(logits: Tensor<2>, uniform: Tensor<1>, options: SampleOptions) -> 
     let tokens = tokens.collect();
     Tensor::from_data(TensorData::new::<i32, _>(tokens, [rows, 1]), &device)
 }
+
+/// Returns the index of the first of the largest values of each row of `[rows, cols]`: `[rows, 1]`.
+/// Kernels ignore NaN; other devices do as Burn's `argmax`.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::argmax;
+///
+/// let logits = Tensor::<2>::from_floats([[0.0, 5.0, 5.0], [9.0, 8.0, 0.0]], &Device::flex());
+/// assert_eq!(argmax(logits).into_data().convert::<i32>(), TensorData::from([[1], [0]]));
+/// ```
+///
+/// # Panics
+/// If rows have no value.
+#[must_use]
+pub fn argmax(values: Tensor<2>) -> Tensor<2, Int> {
+    let [_, cols] = values.dims();
+    assert!(cols > 0, "argmax: rows have no values; pass at least one");
+    #[cfg(feature = "cube")]
+    if samples(&values) {
+        return Tensor::from_dispatch(Dispatch::decoder_argmax(values.into_dispatch()));
+    }
+    values.argmax(1)
+}

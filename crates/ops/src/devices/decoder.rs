@@ -14,7 +14,7 @@ use burn::tensor::Shape;
 use burn::tensor::Tensor;
 use burn::tensor::{DType, Device};
 #[cfg(feature = "cube")]
-use burn_fp4_cubecl::check_attention;
+use burn_fp4_cubecl::{MAX_DENSE_GEMV_ROWS, check_attention, check_prefill};
 use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM};
 #[cfg(feature = "cube")]
 use burn_fp4_search::host::{SampleOptions, View};
@@ -28,7 +28,7 @@ pub(crate) enum DecoderCode {
     /// Functions on host memory: every operation.
     #[cfg(feature = "flex")]
     Host,
-    /// Kernels: those of [`DecoderBackend`], attention for one token of each sequence.
+    /// Kernels: those of [`DecoderBackend`].
     #[cfg(feature = "cube")]
     Kernels,
 }
@@ -78,23 +78,24 @@ pub(crate) fn normalizes<const N: usize>(device: &Device, dtypes: [DType; N], le
     }
 }
 
-/// Returns true if one operation of a device draws tokens from these logits.
+/// Returns true if one operation of a device multiplies these many rows by a dense weight, in
+/// tensors of these dtypes.
+pub(crate) fn multiplies_rows(device: &Device, dtypes: [DType; 2], rows: usize) -> bool {
+    match decoder_code(device, dtypes) {
+        #[cfg(feature = "flex")]
+        Some(DecoderCode::Host) => rows == 1,
+        #[cfg(feature = "cube")]
+        Some(DecoderCode::Kernels) => rows <= MAX_DENSE_GEMV_ROWS,
+        _ => false,
+    }
+}
+
+/// Returns true if one operation of a device chooses tokens by these logits.
 #[cfg(feature = "cube")]
 pub(crate) fn samples(logits: &Tensor<2>) -> bool {
     let [rows, vocab_size] = logits.dims();
     decoder_code(&logits.device(), [logits.dtype()]) == Some(DecoderCode::Kernels)
         && rows * vocab_size <= View::MAX_LEN
-}
-
-/// Returns true if one operation of a device attends for these many tokens of each sequence, in
-/// tensors of these dtypes, if [`attends_to`] refuses no other length.
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub(crate) fn attends<const N: usize>(device: &Device, dtypes: [DType; N], tokens: usize) -> bool {
-    match decoder_code(device, dtypes) {
-        #[cfg(feature = "cube")]
-        Some(DecoderCode::Kernels) => tokens == 1,
-        code => code.is_some(),
-    }
 }
 
 /// Returns true if one operation of a device attends to a KV cache of a shape, with rotations of
@@ -108,7 +109,11 @@ pub(crate) fn attends_to<const N: usize>(
 ) -> bool {
     match decoder_code(device, dtypes) {
         #[cfg(feature = "cube")]
-        Some(DecoderCode::Kernels) => check_attention(shape, positions).is_ok(),
+        Some(DecoderCode::Kernels) if shape.tokens == 1 => {
+            check_attention(shape, positions).is_ok()
+        }
+        #[cfg(feature = "cube")]
+        Some(DecoderCode::Kernels) => check_prefill(shape, positions).is_ok(),
         code => {
             let has_positions = shape.capacity > 0 && positions > 0;
             code.is_some() && has_positions && shape.head_dim <= MAX_HEAD_DIM
@@ -140,6 +145,10 @@ pub(crate) trait DecoderBackend: Backend {
         epsilon: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
+    /// Multiplies few rows `[M, K]` by a weight `[K, N]`, row-major or transposed.
+    #[fusion(dtype = input, shape = Shape::new([input[0], weight[1]]))]
+    fn decoder_gemv(input: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// Rotates queries and keys, updates a KV cache at `positions` and attends: the outputs, in the
     /// shape of the queries, and the cache.
     #[allow(clippy::too_many_arguments)]
@@ -156,10 +165,14 @@ pub(crate) trait DecoderBackend: Backend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 }
 
-/// Draws tokens in kernels. Callers check shapes, the dtype and the device.
+/// Chooses tokens in kernels. Callers check shapes, the dtype and the device.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub(crate) trait SampleBackend: Backend {
+    /// Returns the index of the largest value of each row of `[rows, cols]`: i32 `[rows, 1]`.
+    #[fusion(dtype = DType::I32, shape = Shape::new([values[0], 1]))]
+    fn decoder_argmax(values: FloatTensor<Self>) -> IntTensor<Self>;
+
     /// Draws a token `[rows, 1]` in i32 for each row of logits `[rows, vocab_size]`, given uniform
     /// values `[rows]` in f32.
     #[fusion(dtype = DType::I32, shape = Shape::new([logits[0], 1]))]
@@ -175,9 +188,6 @@ pub(crate) trait SampleBackend: Backend {
 pub(crate) trait HostDecoderBackend: Backend {
     /// Computes `silu(gate) * up`.
     fn decoder_swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self>;
-
-    /// Multiplies one row `[1, K]` by a weight `[K, N]`, row-major or transposed.
-    fn decoder_gemv(input: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Multiplies `[M, K]` by the transpose of a matrix of signed bytes, `[N, K]` with a scale for
     /// each 32 of them: `[M, N]`.

@@ -32,6 +32,20 @@ impl DecoderBackend for Flex {
         (hidden, update)
     }
 
+    fn decoder_gemv(input: FlexTensor, weight: FlexTensor) -> FlexTensor {
+        let [_, n] = dims(&weight);
+        let input = contiguous(input);
+        let mut output = FlexTensor::empty(Shape::new([1, n]), DType::F32);
+        let transposed = weight.transpose(0, 1);
+        let product = if transposed.is_contiguous() && !weight.is_contiguous() {
+            host::gemv_rows(values(&input), values(&transposed), output.storage_mut())
+        } else {
+            host::gemv(values(&input), values(&contiguous(weight)), output.storage_mut())
+        };
+        product.expect(CHECKED);
+        output
+    }
+
     fn decoder_attention(
         queries: FlexTensor,
         keys: FlexTensor,
@@ -71,20 +85,6 @@ impl HostDecoderBackend for Flex {
         let (mut gate, up) = (contiguous(gate), contiguous(up));
         host::swiglu(values_mut(&mut gate), values(&up)).expect(CHECKED);
         gate
-    }
-
-    fn decoder_gemv(input: FlexTensor, weight: FlexTensor) -> FlexTensor {
-        let [_, n] = dims(&weight);
-        let input = contiguous(input);
-        let mut output = FlexTensor::empty(Shape::new([1, n]), DType::F32);
-        let transposed = weight.transpose(0, 1);
-        let product = if transposed.is_contiguous() && !weight.is_contiguous() {
-            host::gemv_rows(values(&input), values(&transposed), output.storage_mut())
-        } else {
-            host::gemv(values(&input), values(&contiguous(weight)), output.storage_mut())
-        };
-        product.expect(CHECKED);
-        output
     }
 
     fn decoder_int8_weight_matmul(

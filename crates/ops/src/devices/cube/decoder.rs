@@ -1,15 +1,18 @@
 //! Operations of a decoder on Cube devices with kernels.
 
-use burn::backend::ops::IntTensorOps;
+use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::tensor::{DType, IntDType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use burn_fp4_cubecl::{AttentionHandles, Capability, attend, rms_norm, sample};
+use burn_fp4_cubecl::{
+    AttentionHandles, Capability, argmax, attend, attention_weights, dense_gemv, rms_norm,
+    rotate_into_cache, sample,
+};
 use burn_fp4_search::host::{AttentionShape, SampleOptions};
 
 use super::device::{kernel_dtype, output_tensor};
-use super::queues;
+use super::{deterministic, queues};
 use crate::devices::decoder::{DecoderBackend, SampleBackend};
 
 const CHECKED: &str = "callers check shapes and dtypes";
@@ -29,6 +32,27 @@ impl DecoderBackend for CubeBackend {
         (sums.expect("there is an update"), normalized)
     }
 
+    fn decoder_gemv(input: CubeTensor, weight: CubeTensor) -> CubeTensor {
+        let ([m, k], [_, n]) = (input.meta.shape().dims(), weight.meta.shape().dims());
+        let transposed = !weight.meta.is_tiled() && weight.meta.strides()[..] == [1, k];
+        let input = into_contiguous(input);
+        let weight = if transposed { weight } else { into_contiguous(weight) };
+        let product = dense_gemv(
+            &input.client,
+            &Capability::of(&input.client),
+            input.handle.clone(),
+            weight.handle.clone(),
+            [m, n, k],
+            transposed,
+            kernel_dtype(input.dtype),
+        );
+        match product {
+            Ok(output) => output_tensor(&input, output, Shape::new([m, n]), input.dtype),
+            // Too large for addresses of 32 bits.
+            Err(_) => Self::float_matmul(input, weight),
+        }
+    }
+
     fn decoder_attention(
         queries: CubeTensor,
         keys: CubeTensor,
@@ -46,7 +70,7 @@ impl DecoderBackend for CubeBackend {
         let [rows, _] = cos.meta.shape().dims();
         let [key_cache, value_cache] = [key_cache, value_cache].map(writable);
         let queries = into_contiguous(queries);
-        let position = Self::int_cast(positions, IntDType::I32);
+        let positions = into_contiguous(Self::int_cast(positions, IntDType::I32)).handle;
         let handle = |tensor: CubeTensor| into_contiguous(tensor).handle;
         let operands = AttentionHandles {
             queries: queries.handle.clone(),
@@ -56,19 +80,49 @@ impl DecoderBackend for CubeBackend {
             value_cache: value_cache.handle.clone(),
             cos: handle(cos),
             sin: handle(sin),
-            position: handle(position),
+            position: positions.clone(),
         };
         let dtype = kernel_dtype(queries.dtype);
-        let capability = Capability::of(&queries.client);
-        let output = attend(&queries.client, &capability, operands, shape, rows, dtype);
-        queues::submit_launches(&queries.device);
-        let shape = queries.meta.shape().clone();
-        let output = output_tensor(&queries, output.expect(CHECKED), shape, queries.dtype);
-        (output, key_cache, value_cache)
+        let client = &queries.client;
+        let capability = Capability::of(client);
+        let tensor = |handle, shape: [usize; 4]| {
+            output_tensor(&queries, handle, Shape::new(shape), queries.dtype)
+        };
+        if tokens == 1 {
+            let output = attend(client, &capability, operands, shape, rows, dtype);
+            queues::submit_launches(&queries.device);
+            let output = tensor(output.expect(CHECKED), [batch, tokens, heads, head_dim]);
+            return (output, key_cache, value_cache);
+        }
+        // Queries that share a key head are rows of one matmul.
+        let of_key_head = |channels| [batch, kv_heads, heads / kv_heads * tokens, channels];
+        let rotated = rotate_into_cache(client, &capability, operands, shape, rows, dtype);
+        let rotated = tensor(rotated.expect(CHECKED), of_key_head(head_dim));
+        let scores = deterministic::matmul(rotated, Self::float_swap_dims(key_cache.clone(), 2, 3));
+        let scores = into_contiguous(scores).handle;
+        let weights = attention_weights(client, &capability, scores, positions, shape, dtype);
+        let weights = tensor(weights.expect(CHECKED), of_key_head(capacity));
+        let output = into_contiguous(deterministic::matmul(weights, value_cache.clone())).handle;
+        let output = tensor(output, [batch, heads, tokens, head_dim]);
+        (into_contiguous(Self::float_swap_dims(output, 1, 2)), key_cache, value_cache)
     }
 }
 
 impl SampleBackend for CubeBackend {
+    fn decoder_argmax(values: CubeTensor) -> CubeTensor {
+        let values = into_contiguous(values);
+        let [rows, cols] = values.meta.shape().dims();
+        let indices = argmax(
+            &values.client,
+            &Capability::of(&values.client),
+            values.handle.clone(),
+            [rows, cols],
+            kernel_dtype(values.dtype),
+        )
+        .expect(CHECKED);
+        output_tensor(&values, indices, Shape::new([rows, 1]), DType::I32)
+    }
+
     fn decoder_sample(
         logits: CubeTensor,
         uniform: CubeTensor,

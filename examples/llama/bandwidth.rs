@@ -1,0 +1,67 @@
+//! The memory bandwidth that decoding reaches, beside that of a copy.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use burn::tensor::{DType, Device, Tensor};
+use serde::Serialize;
+
+use super::generate::Generated;
+use super::model::{Llama, Projection};
+
+/// Values of the tensor that is copied: 1 GB.
+const VALUES: usize = 1 << 28;
+const COPIES: usize = 5;
+
+/// What a decode step reads, and how fast.
+#[derive(Debug, Clone, Serialize)]
+pub struct Bandwidth {
+    /// Bytes of weights and of the KV cache that a decode step reads, in GB.
+    pub gb_per_step: f64,
+    /// They are read at this rate, on average.
+    pub gb_per_second: f64,
+    /// Bytes that a copy of 1 GB reads and writes in a second, in GB.
+    pub copy_gb_per_second: f64,
+    /// Part of the copy's rate.
+    pub share_of_copy: f64,
+}
+
+impl Bandwidth {
+    /// Measures a copy, and compares the decode steps of a generation with it. Returns `None` if no
+    /// steps were timed.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn of<L: Projection>(
+        model: &Llama<L>,
+        generated: &Generated,
+        device: &Device,
+    ) -> Result<Option<Self>> {
+        let Some(seconds) = generated.seconds_per_token else { return Ok(None) };
+        // The mean of the steps.
+        let sequences = generated.sequences.len();
+        let tokens = generated.sequences.iter().map(Vec::len).max().unwrap_or(0);
+        let context = generated.prompt_tokens + tokens / 2;
+        let bytes = model.bytes_of_weights() + sequences * context * model.bytes_of_position();
+        let (gb_per_step, copy_gb_per_second) = (bytes as f64 / 1e9, copy(device)? / 1e9);
+        let gb_per_second = gb_per_step / seconds;
+        let share_of_copy = gb_per_second / copy_gb_per_second;
+        Ok(Some(Self { gb_per_step, gb_per_second, copy_gb_per_second, share_of_copy }))
+    }
+}
+
+/// Measures how many bytes a second a device reads and writes, in the fastest of some copies.
+fn copy(device: &Device) -> Result<f64> {
+    let mut values = Tensor::<1>::zeros([VALUES], (device, DType::F32));
+    let mut fastest = f64::MAX;
+    for _ in 0..COPIES {
+        device.sync()?;
+        let start = Instant::now();
+        // Burn has no copy of its own that is sure to run.
+        let next = values.clone() + 1.0;
+        device.sync()?;
+        fastest = fastest.min(start.elapsed().as_secs_f64());
+        values = next;
+    }
+    Ok(2.0 * (VALUES * size_of::<f32>()) as f64 / fastest)
+}

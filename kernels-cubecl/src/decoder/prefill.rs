@@ -1,0 +1,326 @@
+//! Attention of the tokens of a prompt (prefill), besides its two dense matmuls.
+//!
+//! ```text
+//! rotate_into_cache   RoPE of queries and keys; rotated keys and values go into the KV cache
+//! (matmul)            scores = rotated queries x cached keys^T
+//! attention_weights   causal softmax of the scores, a cube for each row
+//! (matmul)            outputs = weights x cached values
+//! ```
+
+use burn_fp4_search::host::{AttentionShape, View};
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+
+use super::attention::{
+    AttentionHandles, check_heads, head_vector, position_of, rotated, to_vector,
+};
+use super::row::{max_of_cube, sum_of_cube, widest_vector};
+use crate::memory::check_memory;
+use crate::plan::{Capability, Dtype, Refusal, UNITS};
+
+/// Checks that [`rotate_into_cache`] and [`attention_weights`] run a shape with RoPE for
+/// `positions` positions, on any device.
+///
+/// # Errors
+/// [`Refusal`]: as [`check_attention`](super::check_attention), for any number of tokens.
+pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
+    check_heads(shape, positions)?;
+    let &AttentionShape { batch, tokens, heads, head_dim, capacity, .. } = shape;
+    let product = |lengths: [usize; 4]| lengths.into_iter().fold(1, usize::saturating_mul);
+    let scores = product([batch, heads, tokens, capacity]);
+    let (found, expected) = (scores.max(product([batch, tokens, heads, head_dim])), View::MAX_LEN);
+    if found > expected {
+        return Err(Refusal::TooLarge { found, expected });
+    }
+    Ok(())
+}
+
+/// Rotates the queries and keys of tokens by their positions, and writes the rotated keys and the
+/// values into a KV cache. Returns the rotated queries `[batch, heads, tokens, head_dim]`.
+///
+/// Operands are those of [`attend`](super::attend), with `[batch, tokens, ..]` queries, keys and
+/// values, and positions i32 `[tokens]` that differ. `positions` is the number of rows of RoPE.
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+pub fn rotate_into_cache(
+    client: &Client,
+    device: &Capability,
+    operands: AttentionHandles,
+    shape: AttentionShape,
+    positions: usize,
+    dtype: Dtype,
+) -> Result<Handle, Refusal> {
+    check_prefill(&shape, positions)?;
+    operands.check_memory(&shape, positions, dtype)?;
+    let rotated =
+        client.empty(shape.batch * shape.tokens * shape.heads * shape.head_dim * dtype.size());
+    if shape.batch * shape.tokens > 0 {
+        let launch = match dtype {
+            Dtype::F32 => launch_rotate::<f32>,
+            Dtype::F16 => launch_rotate::<f16>,
+            Dtype::Bf16 => launch_rotate::<bf16>,
+        };
+        let vector = head_vector(shape.head_dim as u32, dtype);
+        launch(client, device, operands, rotated.clone(), shape, positions, vector);
+    }
+    Ok(rotated)
+}
+
+fn launch_rotate<F: Float>(
+    client: &Client,
+    device: &Capability,
+    operands: AttentionHandles,
+    output: Handle,
+    shape: AttentionShape,
+    positions: usize,
+    vector: u32,
+) {
+    let AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
+    let AttentionHandles { queries, keys, values, key_cache, value_cache, cos, sin, position } =
+        operands;
+    let columns = head_dim / vector as usize;
+    let vectors = |heads: usize| batch * heads * columns;
+    let pairs = (batch * tokens * (heads + kv_heads) * columns / 2) as u32;
+    let last = capacity.min(positions) as u32 - 1;
+    let angles = (last as usize + 1) * head_dim / 2;
+    let [x, y] = device.two_dimensions(pairs.div_ceil(UNITS));
+    // SAFETY: the lengths are those of the shape, which memory was checked for, and positions
+    // beyond `last` count as `last`.
+    unsafe {
+        rotate_kernel::launch_unchecked::<F>(
+            client,
+            CubeCount::Static(x, y, 1),
+            CubeDim::new_1d(UNITS),
+            vector as usize,
+            BufferArg::from_raw_parts(queries, tokens * vectors(heads)),
+            BufferArg::from_raw_parts(keys, tokens * vectors(kv_heads)),
+            BufferArg::from_raw_parts(values, tokens * vectors(kv_heads)),
+            BufferArg::from_raw_parts(key_cache, capacity * vectors(kv_heads)),
+            BufferArg::from_raw_parts(value_cache, capacity * vectors(kv_heads)),
+            BufferArg::from_raw_parts(cos, angles),
+            BufferArg::from_raw_parts(sin, angles),
+            BufferArg::from_raw_parts(position, tokens),
+            BufferArg::from_raw_parts(output, tokens * vectors(heads)),
+            pairs,
+            tokens as u32,
+            heads as u32,
+            kv_heads as u32,
+            capacity as u32,
+            last,
+            head_dim as u32,
+            vector,
+        );
+    }
+}
+
+/// A unit takes two vectors of a head, whose channels rotate together.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn rotate_kernel<F: Float, N: Size>(
+    queries: &[Vector<F, N>],
+    keys: &[Vector<F, N>],
+    values: &[Vector<F, N>],
+    key_cache: &mut [Vector<F, N>],
+    value_cache: &mut [Vector<F, N>],
+    cos: &[f32],
+    sin: &[f32],
+    positions: &[i32],
+    output: &mut [Vector<F, N>],
+    pairs: u32,
+    tokens: u32,
+    heads: u32,
+    kv_heads: u32,
+    capacity: u32,
+    last: u32,
+    #[comptime] head_dim: u32,
+    #[comptime] vector: u32,
+) {
+    let columns = comptime!(head_dim / vector);
+    let half = comptime!(columns / 2);
+    let at = CUBE_POS as u32 * UNITS + UNIT_POS;
+    if at >= pairs {
+        terminate!();
+    }
+    let (pair, at) = (at % half, at / half);
+    let all_heads = heads + kv_heads;
+    let (head, at) = (at % all_heads, at / all_heads);
+    let (token, sequence) = (at % tokens, at / tokens);
+    let position = position_of(positions, token, last);
+    let angle = position * comptime!(head_dim / 2) + pair * vector;
+    if head < heads {
+        let from = ((sequence * tokens + token) * heads + head) * columns + pair;
+        let (first, second) = (queries[from as usize], queries[(from + half) as usize]);
+        let (low, high) = rotated::<F, N>(first, second, cos, sin, angle, vector);
+        let to = ((sequence * heads + head) * tokens + token) * columns + pair;
+        output[to as usize] = to_vector::<F, N>(&low, vector);
+        output[(to + half) as usize] = to_vector::<F, N>(&high, vector);
+    } else {
+        let head = head - heads;
+        let from = ((sequence * tokens + token) * kv_heads + head) * columns + pair;
+        let (first, second) = (keys[from as usize], keys[(from + half) as usize]);
+        let (low, high) = rotated::<F, N>(first, second, cos, sin, angle, vector);
+        let to = ((sequence * kv_heads + head) * capacity + position) * columns + pair;
+        key_cache[to as usize] = to_vector::<F, N>(&low, vector);
+        key_cache[(to + half) as usize] = to_vector::<F, N>(&high, vector);
+        value_cache[to as usize] = values[from as usize];
+        value_cache[(to + half) as usize] = values[(from + half) as usize];
+    }
+}
+
+/// Computes the causal softmax of scores `[batch, heads, tokens, capacity]`, divided by the root of
+/// `head_dim`, in the shape and dtype of the scores. Token `t` attends to positions up to
+/// `positions[t]`, i32 `[tokens]`; the weights of later ones are 0. The arithmetic is f32.
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+pub fn attention_weights(
+    client: &Client,
+    device: &Capability,
+    scores: Handle,
+    positions: Handle,
+    shape: AttentionShape,
+    dtype: Dtype,
+) -> Result<Handle, Refusal> {
+    let AttentionShape { batch, tokens, heads, capacity, .. } = shape;
+    check_prefill(&shape, capacity)?;
+    let rows = batch * heads * tokens;
+    let bytes = rows * capacity * dtype.size();
+    check_memory("scores", &scores, bytes)?;
+    check_memory("positions", &positions, 4 * tokens)?;
+    let weights = client.empty(bytes);
+    if bytes > 0 {
+        let launch = match dtype {
+            Dtype::F32 => launch_softmax::<f32>,
+            Dtype::F16 => launch_softmax::<f16>,
+            Dtype::Bf16 => launch_softmax::<bf16>,
+        };
+        let vector = widest_vector(capacity, dtype);
+        launch(client, device, [scores, positions, weights.clone()], shape, vector);
+    }
+    Ok(weights)
+}
+
+fn launch_softmax<F: Float>(
+    client: &Client,
+    device: &Capability,
+    [scores, positions, weights]: [Handle; 3],
+    shape: AttentionShape,
+    vector: usize,
+) {
+    let AttentionShape { batch, tokens, heads, capacity, head_dim, .. } = shape;
+    let rows = batch * heads * tokens;
+    let vectors = capacity / vector;
+    // Without planes a unit takes a row.
+    let units = if device.plane > 1 { UNITS } else { 1 };
+    let [x, y] = device.two_dimensions(rows as u32);
+    // SAFETY: the lengths match the shape; cubes beyond the last row end at once.
+    unsafe {
+        softmax_kernel::launch_unchecked::<F>(
+            client,
+            CubeCount::Static(x, y, 1),
+            CubeDim::new_1d(units),
+            vector,
+            BufferArg::from_raw_parts(scores, rows * vectors),
+            BufferArg::from_raw_parts(positions, tokens),
+            BufferArg::from_raw_parts(weights, rows * vectors),
+            rows as u32,
+            tokens as u32,
+            vectors as u32,
+            1.0 / (head_dim as f32).sqrt(),
+            vector as u32,
+            device.plane,
+            units,
+        );
+    }
+}
+
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn softmax_kernel<F: Float, N: Size>(
+    scores: &[Vector<F, N>],
+    positions: &[i32],
+    weights: &mut [Vector<F, N>],
+    rows: u32,
+    tokens: u32,
+    vectors: u32,
+    scale: f32,
+    #[comptime] vector: u32,
+    #[comptime] plane: u32,
+    #[comptime] units: u32,
+) {
+    let row = CUBE_POS as u32;
+    if row >= rows {
+        terminate!();
+    }
+    let first = row * vectors;
+    let count = position_of(positions, row % tokens, vectors * vector - 1) + 1;
+    let counted = count.div_ceil(vector);
+    let mut largest = f32::min_value();
+    let mut at = UNIT_POS;
+    while at < counted {
+        let loaded = scores[(first + at) as usize];
+        #[unroll]
+        for index in 0..vector {
+            let score = f32::cast_from(loaded.extract(comptime!(index as usize)));
+            if at * vector + index < count {
+                largest = max(largest, score);
+            }
+        }
+        at += units;
+    }
+    let largest = max_of_cube::<f32>(largest, plane, units);
+    let mut sum = 0.0f32.runtime();
+    let mut at = UNIT_POS;
+    while at < counted {
+        let loaded = scores[(first + at) as usize];
+        #[unroll]
+        for index in 0..vector {
+            let score = f32::cast_from(loaded.extract(comptime!(index as usize)));
+            if at * vector + index < count {
+                sum += ((score - largest) * scale).exp();
+            }
+        }
+        at += units;
+    }
+    let factor = 1.0f32 / sum_of_cube(sum, plane, units);
+    let mut at = UNIT_POS;
+    while at < vectors {
+        let mut found = Vector::<F, N>::new(F::cast_from(0.0f32));
+        if at < counted {
+            let loaded = scores[(first + at) as usize];
+            #[unroll]
+            for index in 0..vector {
+                let score = f32::cast_from(loaded.extract(comptime!(index as usize)));
+                if at * vector + index < count {
+                    let weight = ((score - largest) * scale).exp() * factor;
+                    found.insert(comptime!(index as usize), F::cast_from(weight));
+                }
+            }
+        }
+        weights[(first + at) as usize] = found;
+        at += units;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_whose_scores_are_too_many_are_refused() {
+        let shape = AttentionShape {
+            batch: 1,
+            tokens: 1 << 12,
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            capacity: 1 << 13,
+        };
+        assert_eq!(check_prefill(&shape, 1 << 13), Ok(()));
+        let long = AttentionShape { tokens: 1 << 15, capacity: 1 << 15, ..shape };
+        assert!(matches!(check_prefill(&long, 1 << 15), Err(Refusal::TooLarge { .. })));
+    }
+}

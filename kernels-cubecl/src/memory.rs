@@ -1,5 +1,5 @@
-//! A packed tensor in device memory, as handles for callers and as arguments for kernels, and checks
-//! of the length of memory, because kernels are launched without bounds checks.
+//! A packed tensor in device memory, as handles for callers and as arguments for kernels. Checks of
+//! the length of memory, because kernels are launched without bounds checks.
 
 use burn_fp4_search::TensorScaling;
 use cubecl::client::Client;

@@ -23,8 +23,8 @@ use burn_fp4::checkpoints::{
 use burn_fp4::ops::{Gram, gram};
 use burn_fp4::{
     Calibration, Checkpoint, CheckpointError, CheckpointMap, FileLayout, Fp4Config, Fp4Error,
-    Fp4Module, Fp4Scheme, LoadCheckpoint, Loaded, Method, Mismatch, Outcome, PackedWeight, Recipe,
-    TensorScaling,
+    Fp4Module, Fp4Report, Fp4Scheme, LoadCheckpoint, Loaded, Method, Mismatch, Outcome,
+    PackedWeight, Recipe, TensorScaling,
 };
 use burn_fp4_formats::{E4M3_VALUES, Fp4Format, Packed, TensorScale as Scale, bf16};
 use tests::inputs::{Random, normals};
@@ -1045,6 +1045,9 @@ fn statistics_are_written_under_the_names_of_the_checkpoint() {
 #[test]
 fn recipes_have_the_names_of_the_checkpoint() {
     let device = Device::flex();
+    let quantized = |report: &Fp4Report| -> Vec<String> {
+        report.quantized().map(|one| one.path.clone()).collect()
+    };
     let unsaid = |result: Result<_, Fp4Error>| match result {
         Err(Fp4Error::RecipeParameter { path, problem }) => (path, problem),
         Err(error) => panic!("{error}"),
@@ -1060,12 +1063,12 @@ fn recipes_have_the_names_of_the_checkpoint() {
     let recipe = first.quantize_fp4(&config).unwrap().recipe(&map).unwrap();
     let names: Vec<_> = (0..EXPERTS).map(|at| format!("experts.{at}.up_proj.weight")).collect();
     assert_eq!(recipe.weights[1].names, names);
-    again.quantize_fp4(&Fp4Config::of_recipe(&recipe, &dense, &map).unwrap()).unwrap();
+    again.quantize_fp4(&Fp4Config::of_recipe(&recipe, &map).unwrap()).unwrap();
     assert!(first.experts.up.reparameterization::<PackedWeight>().is_some());
     assert_eq!(floats(again.experts.up.val()), floats(first.experts.up.val()));
     let one = Recipe::parse("[[weights]]\nnames = [\"experts.1.*\"]\nformat = \"dense\"\n");
-    let config = Fp4Config::of_recipe(&one.unwrap(), &dense, &map);
-    let (path, problem) = unsaid(config.map(drop));
+    let config = Fp4Config::of_recipe(&one.unwrap(), &map).unwrap();
+    let (path, problem) = unsaid(dense.clone().quantize_fp4(&config).map(drop));
     assert!(path == "experts.up" && problem.contains("several tensors"), "{path}: {problem}");
 
     // The other way round.
@@ -1074,8 +1077,9 @@ fn recipes_have_the_names_of_the_checkpoint() {
     let config = Fp4Config::mxfp4();
     let recipe = dense.clone().quantize_fp4(&config).unwrap().recipe(&map).unwrap();
     assert_eq!(recipe.weights[1].names, ["experts.up_proj"]);
-    let of = Fp4Config::of_recipe(&recipe, &dense, &map).unwrap();
-    assert_eq!(of.include, [0, 1, 2].map(|at| format!("experts.{at}.up.weight")));
+    let of = Fp4Config::of_recipe(&recipe, &map).unwrap();
+    let paths = [0, 1, 2].map(|at| format!("experts.{at}.up.weight"));
+    assert_eq!(quantized(&dense.clone().quantize_fp4(&of).unwrap()), paths);
     let report = dense.clone().quantize_fp4(&config.exclude("experts.1.**")).unwrap();
     let (path, problem) = unsaid(report.recipe(&map).map(drop));
     assert!(path == "experts.1.up.weight" && problem.contains("`experts.up_proj`"), "{problem}");
@@ -1086,8 +1090,9 @@ fn recipes_have_the_names_of_the_checkpoint() {
     let config = Fp4Config::mxfp4().container("Embedding", 1);
     let recipe = module.clone().quantize_fp4(&config).unwrap().recipe(&map).unwrap();
     assert_eq!(recipe.weights[1].names, ["embed.weight"]);
-    let of = Fp4Config::of_recipe(&recipe, &module, &map).unwrap();
-    assert_eq!(of.include, ["embed.weight", "head.weight"]);
+    let of = Fp4Config::of_recipe(&recipe, &map).unwrap();
+    let report = module.clone().quantize_fp4(&of).unwrap();
+    assert_eq!(quantized(&report), ["embed.weight", "head.weight"]);
 }
 
 #[test]
@@ -1101,7 +1106,7 @@ fn a_recipe_has_the_method_of_each_weight_and_a_module_obeys_it() {
     let [_, first, second] = &recipe.weights[..] else { panic!("{recipe:?}") };
     assert_eq!(first.names, ["first.weight"]);
     assert_eq!([first.method, second.method], [Some(Method::GPTQ), Some(Method::SSE)]);
-    let again = Fp4Config::of_recipe(&recipe, &dense, &map).unwrap();
+    let again = Fp4Config::of_recipe(&recipe, &map).unwrap();
     let report = dense.clone().quantize_fp4(&again.with_calibration(&calibration)).unwrap();
     for (one, method) in report.quantized().zip([Method::GPTQ, Method::SSE]) {
         let Outcome::Quantized { scheme, fallback: None, .. } = &one.outcome else {

@@ -273,7 +273,7 @@ fn a_method_of_a_recipe_table_is_calibrated_for() {
         "#,
     );
     let mut model = load::<Linear>(&folder);
-    let config = Fp4Config::of_recipe(&file.expect("a recipe"), &model, &llama::names());
+    let config = Fp4Config::of_recipe(&file.expect("a recipe"), &llama::names());
     // Format and method of the options do not count: the configuration comes from the file.
     let (format, method) = (Fp4Format::NvFp4, Method::SSE);
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };

@@ -11,8 +11,9 @@ use burn_fp4::checkpoints::selection::Selection;
 use burn_fp4::checkpoints::{Checkpoint, CheckpointError, Model};
 use burn_fp4::policy::{Decision, Policy, PolicyError, Reason};
 use burn_fp4::{
-    CheckpointMap, FileLayout, Fp4Config, Fp4Error, Fp4Module, Fp4Report, Fp4Scheme, Indivisible,
-    Method, Outcome, Recipe, RecipeFormat, RecipeWeights, Unused,
+    Budget, Candidate, Change, CheckpointMap, FileLayout, Fp4Config, Fp4Error, Fp4Module,
+    Fp4Report, Fp4Scheme, Indivisible, KeepReason, Method, Outcome, Recipe, RecipeFormat,
+    RecipeWeights, Unused,
 };
 use llama::{Folder, Llama};
 use proptest::collection::vec;
@@ -49,20 +50,76 @@ fn of_selection(model: &Model<'_>, selection: &Selection) -> Decided {
     selection.decisions.iter().enumerate().filter_map(decided).collect()
 }
 
+/// The reasons for which files keep matrices.
+fn kept_in_files(model: &Model<'_>, recipe: &Recipe) -> BTreeMap<String, String> {
+    let policy = Policy::new(recipe.clone()).expect("choices that go together");
+    let selection = Selection::of(model, &policy).expect("a selection");
+    let matrices = model.weights.iter().zip(&selection.decisions);
+    let matrices = matrices.filter(|(weight, _)| weight.shape().len() >= 2);
+    let kept = matrices.filter_map(|(weight, decision)| match decision {
+        Decision::Keep(reason) => Some((weight.name.clone(), reason.to_string())),
+        Decision::Quantize { .. } => None,
+    });
+    kept.collect()
+}
+
+/// The reasons for which a module keeps matrices, by their names and in the words of files.
+fn kept_by_report(report: &Fp4Report) -> BTreeMap<String, String> {
+    let matrices = report.parameters.iter().filter(|one| one.shape.len() >= 2);
+    let kept = matrices.filter_map(|one| match &one.outcome {
+        Outcome::Kept { reason } => Some((name_in_files(&one.path), reason)),
+        _ => None,
+    });
+    let in_words = |reason: &KeepReason| match reason {
+        KeepReason::Excluded { pattern } => Reason::Asked(pattern.clone()).to_string(),
+        KeepReason::NotIncluded => Reason::NotAsked.to_string(),
+        KeepReason::FirstLayers { layer } | KeepReason::LastLayers { layer } => {
+            Reason::Layer(*layer).to_string()
+        }
+        KeepReason::Indivisible { length, block_size, .. } => {
+            Reason::Columns { cols: *length, of: *block_size }.to_string()
+        }
+        KeepReason::AsInFiles { reason } => reason.clone(),
+        other => panic!("{other:?}"),
+    };
+    kept.map(|(name, reason)| (name, in_words(reason))).collect()
+}
+
+/// The configuration of a recipe for the files of a model.
+fn config(model: &Model<'_>, recipe: &Recipe) -> Result<Fp4Config, String> {
+    let map = llama::names().model_type(model.architecture().expect("a known one"));
+    let config = Fp4Config::of_recipe(recipe, &map).map_err(|error| error.to_string())?;
+    // Another choice is as if it had been in the recipe.
+    let keep = recipe.keep.iter().cloned().chain(["*.o_proj".to_owned()]);
+    let more = Recipe { keep: keep.collect(), ..recipe.clone() };
+    let more = Fp4Config::of_recipe(&more, &map).expect("one more name");
+    assert_eq!(config.clone().exclude("*.o_proj"), more);
+    // Nothing is lost in a file.
+    let json = serde_json::to_string(&config).expect("plain data");
+    Ok(serde_json::from_str(&json).expect("plain data"))
+}
+
 /// Quantizes a module as a recipe for its files says.
-fn quantized(dense: &Llama<Linear>, recipe: &Recipe) -> Result<Fp4Report, String> {
-    let mut module = dense.clone();
-    let config = Fp4Config::of_recipe(recipe, &module, &llama::names());
-    let config = config.map_err(|error| error.to_string())?.unused(Unused::Report);
-    module.quantize_fp4(&config).map_err(|error| error.to_string())
+fn quantized(
+    dense: &Llama<Linear>,
+    model: &Model<'_>,
+    recipe: &Recipe,
+) -> Result<Fp4Report, String> {
+    let config = config(model, recipe)?;
+    dense.clone().quantize_fp4(&config).map_err(|error| error.to_string())
+}
+
+/// The name in files of a parameter of a module.
+fn name_in_files(path: &str) -> String {
+    match path.split_once('.') {
+        Some(("lm_head", _)) => path.to_owned(),
+        _ => format!("model.{path}"),
+    }
 }
 
 /// The decisions that a report has about the parameters of a module, by their names in files.
 fn of_report(report: &Fp4Report) -> Decided {
-    let name = |path: &str| match path.split_once('.') {
-        Some(("lm_head", _)) => path.to_owned(),
-        _ => format!("model.{path}"),
-    };
+    let name = name_in_files;
     let mut groups: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
     let quantized = report.quantized().map(|one| match &one.outcome {
         Outcome::Quantized { scheme, shares_scale_with, .. } => {
@@ -371,7 +428,7 @@ fn a_recipe_shares_no_scale_between_modules_whose_paths_end_alike() {
         map = map.rename(format!("^{}\\.", escaped(name)), format!("{path}."));
         map = map.rename_back(format!("^{}\\.", escaped(path)), format!("{name}."));
     }
-    let config = Fp4Config::of_recipe(&Recipe::default(), &nested, &map).expect("a configuration");
+    let config = Fp4Config::of_recipe(&Recipe::default(), &map).expect("a configuration");
     let report = nested.quantize_fp4(&config).expect("quantized");
     let shared = report.quantized().filter_map(|one| match &one.outcome {
         Outcome::Quantized { shares_scale_with: Some(_), .. } => Some(one.path.as_str()),
@@ -396,10 +453,92 @@ fn stacked_parameters_that_are_many_tensors_in_files_share_a_scale_once() {
         .container("Experts", 1, FileLayout::OutIn)
         .experts("gate", "layers.0.mlp.experts.{}.gate_proj.weight")
         .experts("up", "layers.0.mlp.experts.{}.up_proj.weight");
-    let config = Fp4Config::of_recipe(&Recipe::default(), &experts, &map).expect("a configuration");
-    assert_eq!(config.share_scale_of, [["gate", "up"]]);
+    let config = Fp4Config::of_recipe(&Recipe::default(), &map).expect("a configuration");
     let report = experts.quantize_fp4(&config).expect("quantized");
-    assert_eq!(report.quantized().count(), 2, "{report}");
+    let shared = report.quantized().map(|one| match &one.outcome {
+        Outcome::Quantized { shares_scale_with, .. } => shares_scale_with.as_deref(),
+        other => panic!("{other:?}"),
+    });
+    assert!(shared.eq([Some("{gate,up}"); 2]), "{report}");
+}
+
+/// Three layers, and the reasons for which those that `config` does not quantize are kept.
+fn kept_of_three(config: &Fp4Config) -> Result<Vec<(usize, KeepReason)>, Fp4Error> {
+    let device = Device::flex();
+    let mut layers: Vec<_> = (0..3).map(|_| LinearConfig::new(64, 64).init(&device)).collect();
+    let report = layers.quantize_fp4(config)?;
+    let kept = (0..3).filter_map(|at| match &report.get(&format!("{at}.weight"))?.outcome {
+        Outcome::Kept { reason } => Some((at, reason.clone())),
+        _ => None,
+    });
+    Ok(kept.collect())
+}
+
+#[test]
+fn an_override_keeps_weights_dense_unless_a_later_one_quantizes_them() {
+    let config = || Fp4Config::nvfp4().with("*", Change::Dense);
+    let kept = kept_of_three(&config().with("[01].*", Method::SSE)).expect("quantized");
+    assert_eq!(kept, [(2, KeepReason::Excluded { pattern: "*".to_owned() })]);
+    let all = kept_of_three(&config()).expect_err("nothing is left");
+    assert!(matches!(all, Fp4Error::NothingSelected(_)), "{all}");
+    let nothing = Fp4Config::nvfp4().with("3.*", Change::Dense);
+    let nothing = kept_of_three(&nothing).expect_err("it fits nothing").to_string();
+    assert!(nothing.contains("with `3.*` fits no selected weight"), "{nothing}");
+}
+
+#[test]
+fn a_recipe_is_obeyed_by_its_own_names_and_not_by_paths() {
+    let map = CheckpointMap::new()
+        .rename(r"^blocks\.(\d)\.up_proj\.", "$1.")
+        .rename_back(r"^(\d)\.", "blocks.$1.up_proj.");
+    let of = |text: &str| {
+        let recipe = Recipe::parse(text).expect("a recipe");
+        Fp4Config::of_recipe(&recipe, &map).expect("a configuration")
+    };
+    let excluded = |pattern: &str| KeepReason::Excluded { pattern: pattern.to_owned() };
+    let table = "[[weights]]\nnames = ['*.1.*']\nformat = 'dense'\n";
+    let config = of(&format!("first-layers-high-precision = 1\n{table}"));
+    let kept = kept_of_three(&config).expect("quantized");
+    let first = KeepReason::FirstLayers { layer: 0 };
+    assert_eq!(kept, [(0, first), (1, excluded("*.1.*"))]);
+    let kept = kept_of_three(&of("").exclude("blocks.2.up_proj")).expect("quantized");
+    assert_eq!(kept, [(2, excluded("blocks.2.up_proj"))]);
+    let path = kept_of_three(&of("").exclude("2.weight")).expect_err("a path").to_string();
+    assert!(path.contains("`keep` pattern `2.weight` matches none of"), "{path}");
+    let kept = kept_of_three(&of("preset = 'experts-only'")).expect_err("no experts").to_string();
+    assert!(kept.contains("0.weight: not an expert"), "{kept}");
+    // What the map and the recipe say is not said twice.
+    for config in [of("").container("Linear", 1), of("").share_scale(["0", "1"])] {
+        let error = kept_of_three(&config).expect_err("no effect");
+        assert!(matches!(error, Fp4Error::Unused(_)), "{error}");
+    }
+}
+
+#[test]
+fn a_recipe_knows_the_roles_of_an_architecture_that_the_map_names() {
+    let map = CheckpointMap::new()
+        .rename(r"^model\.layers\.(\d)\.extra_proj\.", "$1.")
+        .rename_back(r"^(\d)\.", "model.layers.$1.extra_proj.");
+    let of = |map: &CheckpointMap| {
+        kept_of_three(&Fp4Config::of_recipe(&Recipe::default(), map).expect("a configuration"))
+    };
+    assert!(of(&map).expect("quantized").is_empty());
+    let error = of(&map.model_type("llama")).expect_err("no layer of Llama").to_string();
+    assert!(error.contains("0.weight: not a known linear layer of llama"), "{error}");
+}
+
+#[test]
+fn formats_of_a_recipe_are_not_chosen_again_by_a_budget() {
+    let device = Device::flex();
+    let layers: Vec<_> = (0..3).map(|_| LinearConfig::new(64, 64).init(&device)).collect();
+    let dense = Recipe::parse("[[weights]]\nnames = ['1.*']\nformat = 'dense'\n");
+    let map = CheckpointMap::new();
+    let config = Fp4Config::of_recipe(&dense.expect("a recipe"), &map).expect("a configuration");
+    let found = layers.fp4_sensitivity(&config, &Candidate::DEFAULT).expect("errors");
+    let paths: Vec<_> = found.groups.iter().flat_map(|group| group.paths.clone()).collect();
+    assert_eq!(paths, ["0.weight", "2.weight"]);
+    let error = found.choose(Budget::BitsPerWeight(8.0)).expect_err("a recipe");
+    assert!(error.to_string().contains("a recipe has chosen the formats"), "{error}");
 }
 
 #[test]
@@ -413,11 +552,14 @@ fn modules_and_files_decide_the_same_by_every_recipe() {
         let model = checkpoint.model().expect("its weights");
         let same = |text: String| {
             let recipe = Recipe::parse(&text).expect("a recipe");
-            let report = quantized(&dense, &recipe);
+            let report = quantized(&dense, &model, &recipe);
             let (expected, found) = (of_files(&model, &recipe), report.as_ref().map(of_report));
             let text = format!("{name}: {text}{found:?}");
             prop_assert_eq!(found.as_ref().ok(), expected.as_ref(), "{}", text);
             if let (Ok(report), Some(expected)) = (report, expected) {
+                let (expected_kept, kept) =
+                    (kept_in_files(&model, &recipe), kept_by_report(&report));
+                prop_assert_eq!(kept, expected_kept, "{}", text);
                 match report.recipe(&llama::names()) {
                     Ok(saved) => prop_assert_eq!(of_files(&model, &saved), Some(expected)),
                     // It has no tensor scales, which no recipe says.

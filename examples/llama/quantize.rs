@@ -89,7 +89,7 @@ impl QuantizeOptions {
         tokens: &Tokens,
         device: &Device,
     ) -> Result<Fp4Report> {
-        let changed = config.overrides.iter().map(|one| one.change.of(&config.scheme));
+        let changed = config.overrides.iter().filter_map(|one| one.change.of(&config.scheme));
         let mut schemes = changed.chain([config.scheme]);
         if !schemes.any(|scheme| scheme.method.needs_inputs()) {
             return Ok(model.quantize_fp4(config)?);

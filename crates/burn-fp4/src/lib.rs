@@ -40,12 +40,12 @@ pub use burn_fp4_modules::{
     ActivationRange, Budget, BudgetChoice, Calibrate, Calibration, CalibrationOptions,
     CalibrationProgress, Candidate, CandidateSensitivity, Change, Checkpoint, CheckpointError,
     CheckpointMap, Container, DenseWeight, FakeQuantWeight, FakeQuantize, FakeQuantizeConfig,
-    Fallback, FileLayout, Fp4Config, Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Report,
-    Fp4TrainLinear, GroupSensitivity, Indivisible, KeepReason, LoadCheckpoint, LoadReport, Loaded,
-    LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override, PackedWeight,
-    ParameterReport, Recipe, RecipeError, RecipeFormat, RecipeWeights, Replay, ReplayError,
-    ReplayParts, ReplayTensors, Sensitivity, SquaredError, Unused, WriteReport, checkpoints, ops,
-    policy,
+    Fallback, FileChoices, FileLayout, Fp4Config, Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module,
+    Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, KeepReason, LoadCheckpoint,
+    LoadReport, Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override,
+    PackedWeight, ParameterReport, Recipe, RecipeError, RecipeFormat, RecipeWeights, Replay,
+    ReplayError, ReplayParts, ReplayTensors, Sensitivity, SquaredError, Unused, WriteReport,
+    checkpoints, ops, policy,
 };
 pub use ops::init;
 pub use ops::search::formats;

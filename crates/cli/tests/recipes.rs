@@ -2,7 +2,7 @@
 
 mod model;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -68,7 +68,7 @@ fn what_a_budget_has_chosen_is_what_fp4_quantizes_by_its_recipe() {
 
         let recipe = Recipe::read(&path).expect("the recipe");
         let mut again = load();
-        let config = Fp4Config::of_recipe(&recipe, &again, &llama::names());
+        let config = Fp4Config::of_recipe(&recipe, &llama::names());
         let again_report = again.quantize_fp4(&config.expect("a configuration"));
         assert!(of_module(&again) == expected, "{bits}");
         let names = |report: &burn_fp4::Fp4Report| -> Vec<String> {
@@ -138,7 +138,7 @@ fn each_weight_has_its_method_in_a_module_as_in_files() {
     succeeds(folder.path(), &format!("quantize {} {options}", genesis().display()));
     let mut model = load();
     let recipe = Recipe::parse(RECIPE).expect("a recipe");
-    let config = Fp4Config::of_recipe(&recipe, &model, &llama::names()).expect("a configuration");
+    let config = Fp4Config::of_recipe(&recipe, &llama::names()).expect("a configuration");
     let report = model.quantize_fp4(&config).expect("quantized");
     let methods = report.quantized().filter_map(|one| match &one.outcome {
         Outcome::Quantized { scheme, .. } => Some(scheme.method.to_string()),
@@ -151,7 +151,7 @@ fn each_weight_has_its_method_in_a_module_as_in_files() {
     report.save_recipe(folder.path().join("again.toml"), &llama::names()).expect("a recipe");
     let again = Recipe::read(folder.path().join("again.toml")).expect("the recipe");
     let mut other = load();
-    let config = Fp4Config::of_recipe(&again, &other, &llama::names()).expect("a configuration");
+    let config = Fp4Config::of_recipe(&again, &llama::names()).expect("a configuration");
     other.quantize_fp4(&config).expect("quantized");
     assert!(of_module(&other) == of_module(&model));
 }
@@ -162,15 +162,32 @@ fn recipes_that_a_module_cannot_obey_are_errors() {
     let model = load();
     let of = |text: &str| {
         let recipe = Recipe::parse(text).expect("a recipe");
-        Fp4Config::of_recipe(&recipe, &model, &llama::names())
+        model.clone().quantize_fp4(&Fp4Config::of_recipe(&recipe, &llama::names())?)
     };
-    let config = of("format = \"mxfp4\"\npreset = \"mlp-only\"\nkeep = [\"*.0.*\"]\n");
-    let config = config.expect("a configuration");
-    assert_eq!(config.include.len(), 9, "{:?}", config.include);
-    assert!(config.include.iter().all(|path| path.contains("mlp.") && !path.contains(".0.")));
-    let groups = of("").expect("a configuration").share_scale_of;
-    assert!(groups.iter().any(|group| group.len() == 3) && groups.iter().any(|g| g.len() == 2));
-    assert!(of("together = false").expect("a configuration").share_scale_of.is_empty());
+    let report = of("format = \"mxfp4\"\npreset = \"mlp-only\"\nkeep = [\"*.0.*\"]\n");
+    let report = report.expect("quantized");
+    let paths: Vec<_> = report.quantized().map(|one| one.path.as_str()).collect();
+    assert_eq!(paths.len(), 9, "{report}");
+    assert!(paths.iter().all(|path| path.contains("mlp.") && !path.contains(".0.")));
+    // Why the others are kept is said as by the command.
+    let reason = |path: &str| match &report.get(path).expect("a parameter").outcome {
+        Outcome::Kept { reason } => reason.to_string(),
+        other => panic!("{path}: {other:?}"),
+    };
+    assert_eq!(reason("layers.0.mlp.up_proj.weight"), "excluded by `*.0.*`");
+    assert_eq!(reason("layers.1.self_attn.q_proj.weight"), "not a feed-forward network");
+    let sharers = |text: &str| {
+        let report = of(text).expect("quantized");
+        let mut groups: BTreeMap<String, usize> = BTreeMap::new();
+        for one in report.quantized() {
+            if let Outcome::Quantized { shares_scale_with: Some(group), .. } = &one.outcome {
+                *groups.entry(group.clone()).or_default() += 1;
+            }
+        }
+        groups.into_values().collect::<BTreeSet<_>>()
+    };
+    assert_eq!(sharers(""), BTreeSet::from([2, 3]));
+    assert!(sharers("together = false").is_empty());
 
     let key = "[[weights]]\nnames = [\"*.0.*.k_proj\"]\n";
     let error = of(&format!("{key}format = \"mxfp4\"\n")).expect_err("it runs as one");

@@ -3,9 +3,12 @@
 use burn_fp4_ops::search::Method;
 use burn_fp4_ops::search::formats::Fp4Format;
 use burn_fp4_ops::{Fp4Scheme, Saturated, ScaleRule};
+use burn_fp4_policy::{Policy, Preset, Recipe, RecipeError};
 use serde::{Deserialize, Serialize};
 
 use crate::budget::Budget;
+use crate::checkpoint::map::{self, CheckpointMap};
+use crate::error::Fp4Error;
 use crate::statistics::Calibration;
 
 /// Handling of a selected weight whose blocked axis is not a multiple of the block size.
@@ -32,7 +35,7 @@ pub enum Unused {
     Report,
 }
 
-/// A scheme for some of the weights.
+/// A choice for some of the weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Override {
     /// Pattern of the paths of these weights.
@@ -45,6 +48,8 @@ pub struct Override {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Change {
+    /// They stay dense.
+    Dense,
     /// Another format, with its own rule and block size. The method stays.
     Format(Fp4Format),
     /// Another method. Format, rule and blocks stay.
@@ -54,16 +59,17 @@ pub enum Change {
 }
 
 impl Change {
-    /// Returns the scheme of weights with this change from `base`.
-    pub fn of(self, base: &Fp4Scheme) -> Fp4Scheme {
-        match self {
+    /// Returns the scheme of weights with this change from `base`; `None` for dense ones.
+    pub fn of(self, base: &Fp4Scheme) -> Option<Fp4Scheme> {
+        Some(match self {
+            Self::Dense => return None,
             Self::Format(format) if format == base.format() => *base,
             Self::Format(format) => Fp4Scheme::of(ScaleRule::of_format(format))
                 .with_method(base.method)
                 .with_non_finite(base.non_finite),
             Self::Method(method) => base.with_method(method),
             Self::Scheme(scheme) => scheme,
-        }
+        })
     }
 }
 
@@ -92,6 +98,21 @@ pub struct Container {
     pub name: String,
     /// Axis of its weights that a product contracts, which the blocks run along.
     pub axis: usize,
+}
+
+/// Choices of a [`Recipe`] for which an [`Fp4Config`] has no other field, and the names of weights
+/// in files, by which a recipe decides.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileChoices {
+    /// Names and axes of the module's weights in files, which patterns match instead of paths.
+    pub map: CheckpointMap,
+    /// [`Recipe::dialect`].
+    pub dialect: Option<String>,
+    /// [`Recipe::preset`].
+    pub preset: Option<Preset>,
+    /// [`Recipe::together`].
+    pub together: Option<bool>,
 }
 
 /// Which parameters of a module are quantized, and how.
@@ -155,7 +176,7 @@ pub struct Container {
 pub struct Fp4Config {
     /// How each weight is quantized.
     pub scheme: Fp4Scheme,
-    /// How some weights are quantized instead; of several that fit a path the last one counts.
+    /// Choices for some weights. If several fit a path, the last one wins.
     pub overrides: Vec<Override>,
     /// Container types whose weights of rank 2 or more are quantized, by default
     /// [`CONTAINERS`](Self::CONTAINERS).
@@ -184,6 +205,9 @@ pub struct Fp4Config {
     pub indivisible: Indivisible,
     /// Handling of a part of this configuration that nothing uses.
     pub unused: Unused,
+    /// Set for the configuration [of a recipe](Self::of_recipe): the weights have the names, roles,
+    /// layers and families that they have in files.
+    pub files: Option<FileChoices>,
     /// For fake quantization: the gradient of elements that saturate.
     pub saturated: Saturated,
     /// For fake quantization: whether the tensor scale is a parameter to be trained.
@@ -202,8 +226,7 @@ impl Default for Fp4Config {
 impl Fp4Config {
     /// Container types that are quantized without being asked for, and the axis of their blocks:
     /// Burn's linear layer and the layers of this crate.
-    pub const CONTAINERS: [(&str, usize); 4] =
-        [("Linear", 0), ("Fp4Linear", 0), ("Fp4TrainLinear", 0), ("Fp4Embedding", 1)];
+    pub const CONTAINERS: [(&str, usize); 4] = map::CONTAINERS;
 
     /// Returns the axis that the blocks of a container's weights run along, if Burn or this crate
     /// has the container. Rows of an embedding are looked up whole.
@@ -239,10 +262,88 @@ impl Fp4Config {
             share_scale_of: Vec::new(),
             indivisible: Indivisible::Error,
             unused: Unused::Error,
+            files: None,
             saturated: Saturated::PassThrough,
             learn_tensor_scale: false,
             calibration: Calibration::new(),
         }
+    }
+
+    /// The configuration of a recipe of `fp4 quantize`, which does to a module what the command
+    /// does to its files. Weights have the names that the map gives them in files; use that of
+    /// [`save_fp4`](crate::Fp4Module::save_fp4). Presets, layers and families are those of files,
+    /// and so are the constraints of the dialect.
+    /// [`Fp4Report::save_recipe`](crate::Fp4Report::save_recipe) has an example.
+    ///
+    /// Patterns that are added later, by [`exclude`](Self::exclude) or [`with`](Self::with), match
+    /// names in files, too. Containers and shared tensor scales cannot be added: the map has the
+    /// axes, and layers that engines fuse share a tensor scale, unless the recipe says `together =
+    /// false`, or names a dialect of which readers do not need that. Statistics of inputs are
+    /// handed over by [`with_calibration`](Self::with_calibration): the recipe's `calibration` is a
+    /// file of the command.
+    ///
+    /// Quantizing a module fails with [`Fp4Error::Checkpoint`] for names that match nothing, a
+    /// dialect that is unknown, formats that fused layers cannot have, and if nothing is selected;
+    /// with [`Fp4Error::RecipeParameter`] for a parameter that is several tensors in files of
+    /// several schemes; and for a map that does not fit, as [`Fp4Report::recipe`].
+    ///
+    /// [`Fp4Report::recipe`]: crate::Fp4Report::recipe
+    ///
+    /// # Errors
+    /// [`Fp4Error::Recipe`] for choices that do not go together, and for the preset `miles`, which
+    /// is for files.
+    pub fn of_recipe(recipe: &Recipe, map: &CheckpointMap) -> Result<Self, Fp4Error> {
+        let (base, schemes) = (recipe.base()?, recipe.schemes()?);
+        if let Some(preset @ Preset::Miles) = recipe.preset {
+            return Err(RecipeError::Preset(preset.to_string()).into());
+        }
+        let entries = recipe.weights.iter().zip(schemes).flat_map(|(entry, scheme)| {
+            let change = scheme.map_or(Change::Dense, Change::Scheme);
+            // The last override wins, and the first name of an entry is the reason to keep a weight.
+            let names = entry.names.iter().rev();
+            names.map(move |name| Override { pattern: name.clone(), change })
+        });
+        Ok(Self {
+            overrides: entries.collect(),
+            include: recipe.only.clone(),
+            exclude: recipe.keep.clone(),
+            keep_first: recipe.first_layers_high_precision.unwrap_or(0),
+            keep_last: recipe.last_layers_high_precision.unwrap_or(0),
+            indivisible: Indivisible::Skip,
+            files: Some(FileChoices {
+                map: map.clone(),
+                dialect: recipe.dialect.clone(),
+                preset: recipe.preset,
+                together: recipe.together,
+            }),
+            ..Self::new(base)
+        })
+    }
+
+    /// The choices for weights, as the policy has them.
+    pub(crate) fn policy(&self) -> Policy {
+        let files = self.files.as_ref();
+        let recipe = Recipe {
+            keep: self.exclude.clone(),
+            only: self.include.clone(),
+            first_layers_high_precision: Some(self.keep_first),
+            last_layers_high_precision: Some(self.keep_last),
+            dialect: files.and_then(|files| files.dialect.clone()),
+            preset: files.and_then(|files| files.preset),
+            together: files.and_then(|files| files.together),
+            ..Recipe::default()
+        };
+        let scheme = |one: &Override| (one.pattern.clone(), one.change.of(&self.scheme));
+        Policy::with_schemes(recipe, self.scheme, self.overrides.iter().map(scheme))
+    }
+
+    /// This configuration with one scheme for all that it quantizes.
+    pub(crate) fn with_one_scheme(&self, scheme: Fp4Scheme) -> Self {
+        let mut config = Self { scheme, ..self.clone() };
+        for one in config.overrides.iter_mut().filter(|one| one.change != Change::Dense) {
+            one.change = Change::Scheme(scheme);
+        }
+        config
     }
 
     /// This configuration with statistics of the inputs of layers, which the methods need that are
@@ -389,19 +490,22 @@ impl Fp4Config {
         self
     }
 
-    /// Quantizes the selected weights that a pattern fits with another format, method or scheme. If
-    /// several patterns fit, the last one wins.
+    /// Quantizes the selected weights that a pattern fits with another format, method or scheme, or
+    /// [keeps](Change::Dense) them. If several patterns fit, the last one wins.
     ///
     /// ```
-    /// use burn_fp4_modules::{Fp4Config, Method, ops::search::formats::Fp4Format};
+    /// use burn_fp4_modules::{Change, Fp4Config, Method, ops::search::formats::Fp4Format};
     ///
     /// let config = Fp4Config::nvfp4()
     ///     .method(Method::GPTQ)
     ///     .with("**.down.*", Fp4Format::MxFp4) // with GPTQ too
-    ///     .with("**.head.*", Method::SSE); // in NVFP4 too
-    /// let [down, head] = [0, 1].map(|at| config.overrides[at].change.of(&config.scheme));
+    ///     .with("**.head.*", Method::SSE) // in NVFP4 too
+    ///     .with("**.0.head.*", Change::Dense);
+    /// let of = |at: usize| config.overrides[at].change.of(&config.scheme);
+    /// let [down, head] = [0, 1].map(|at| of(at).expect("not dense"));
     /// assert_eq!((down.format(), down.method), (Fp4Format::MxFp4, Method::GPTQ));
     /// assert_eq!((head.format(), head.method), (Fp4Format::NvFp4, Method::SSE));
+    /// assert_eq!(of(2), None);
     /// ```
     pub fn with(mut self, pattern: impl Into<String>, change: impl Into<Change>) -> Self {
         self.overrides.push(Override { pattern: pattern.into(), change: change.into() });
@@ -432,6 +536,11 @@ mod tests {
             let json = serde_json::to_string(&config).unwrap();
             assert_eq!(serde_json::from_str::<Fp4Config>(&json).unwrap(), config, "{json}");
         }
+        let recipe = Recipe::parse("keep = ['a']\npreset = 'mlp-only'").unwrap();
+        let map = CheckpointMap::new().rename("a", "b").experts("c", "d.{}").tie("e", "f");
+        let config = Fp4Config::of_recipe(&recipe, &map).unwrap().with("*", Change::Dense);
+        let json = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<Fp4Config>(&json).unwrap(), config, "{json}");
         assert_eq!(serde_json::from_str::<Fp4Config>("{}").unwrap(), Fp4Config::default());
     }
 }

@@ -27,7 +27,8 @@
 //! | `sensitivity/`         | [`Sensitivity`]: what FP4 costs each weight, choice under a budget |
 //!
 //! Folders use the files above them; `pack/` uses `walk/`, `calibration/`, `training/`,
-//! `checkpoint/` and `sensitivity/` use both.
+//! `checkpoint/` and `sensitivity/` use both. Names of weights in files, `checkpoint/map.rs` to
+//! `checkpoint/decide.rs`, are below all of them: configurations and decisions may have these.
 
 #![warn(missing_debug_implementations)]
 
@@ -71,7 +72,7 @@ pub use checkpoint::load::LoadCheckpoint;
 pub use checkpoint::map::{CheckpointMap, FileLayout};
 pub use checkpoint::mismatch::Mismatch;
 pub use checkpoint::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
-pub use config::{Change, Container, Fp4Config, Indivisible, Override, Unused};
+pub use config::{Change, Container, FileChoices, Fp4Config, Indivisible, Override, Unused};
 pub use embedding::Fp4Embedding;
 pub use error::Fp4Error;
 pub use fake_quant_weight::FakeQuantWeight;

@@ -238,6 +238,12 @@ pub enum KeepReason {
         /// Elements of a block.
         block_size: usize,
     },
+    /// A [recipe](crate::Fp4Config::of_recipe) keeps such weights of files, or could not quantize
+    /// it there.
+    AsInFiles {
+        /// Why, as `fp4 quantize` says it.
+        reason: String,
+    },
     /// It is quantized to FP4 already.
     AlreadyQuantized,
     /// It was trained without fake quantization.
@@ -271,6 +277,7 @@ impl fmt::Display for KeepReason {
             Self::Indivisible { axis, length, block_size } => {
                 write!(f, "axis {axis} of {length} is not a multiple of {block_size}")
             }
+            Self::AsInFiles { reason } => f.write_str(reason),
             Self::AlreadyQuantized => write!(f, "quantized before"),
             Self::NotFakeQuantized => write!(f, "not fake-quantized"),
             Self::NotProvided => write!(f, "no codes provided"),

@@ -64,17 +64,17 @@ impl Policy {
         Ok(Self { recipe, base, schemes })
     }
 
-    /// Makes the policy of schemes that a recipe has no words for: one for the weights that match
-    /// no override, and one for each override, by a pattern. They take the place of the recipe's
-    /// format, block size, method, rule and entries.
+    /// Makes the policy of schemes that a recipe may have no words for: one for the weights that
+    /// match no override, and one for each override, by a pattern; `None` keeps weights dense. They
+    /// take the place of the recipe's format, block size, method, rule and entries.
     #[must_use]
     pub fn with_schemes(
         recipe: Recipe,
         base: Fp4Scheme,
-        overrides: impl IntoIterator<Item = (String, Fp4Scheme)>,
+        overrides: impl IntoIterator<Item = (String, Option<Fp4Scheme>)>,
     ) -> Self {
         let entry = |(name, scheme)| {
-            (RecipeWeights { names: vec![name], ..RecipeWeights::default() }, Some(scheme))
+            (RecipeWeights { names: vec![name], ..RecipeWeights::default() }, scheme)
         };
         let (weights, schemes) = overrides.into_iter().map(entry).unzip();
         Self { recipe: Recipe { weights, ..recipe }, base, schemes }
@@ -388,7 +388,7 @@ mod tests {
     fn listed(schemes: [Fp4Scheme; 3]) -> Result<Decisions, PolicyError> {
         let names = ["a.x", "a.y", "b.x"];
         let overrides =
-            names.iter().zip(schemes).map(|(name, scheme)| ((*name).to_owned(), scheme));
+            names.iter().zip(schemes).map(|(name, scheme)| ((*name).to_owned(), Some(scheme)));
         let policy = Policy::with_schemes(Recipe::default(), Fp4Scheme::nvfp4(), overrides);
         let weights = names.map(|name| {
             let list = usize::from(name == "b.x");

@@ -85,7 +85,7 @@ fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Con
     let dialect = arguments.output.dialect_or(recipe.dialect.take());
     // The dialect decides if layers that engines fuse share a tensor scale.
     recipe.dialect = Some(dialect.clone());
-    Ok((Fp4Config::of_recipe(&recipe, model, &names())?, dialect))
+    Ok((Fp4Config::of_recipe(&recipe, &names())?, dialect))
 }
 
 /// Runs the command.

@@ -1,9 +1,14 @@
 //! [`CheckpointMap`]: which tensor of a checkpoint is which parameter, and how it lies there.
 
-use crate::config::Fp4Config;
+use serde::{Deserialize, Serialize};
+
+/// The table of [`Fp4Config::CONTAINERS`](crate::Fp4Config::CONTAINERS).
+pub(crate) const CONTAINERS: [(&str, usize); 4] =
+    [("Linear", 0), ("Fp4Linear", 0), ("Fp4TrainLinear", 0), ("Fp4Embedding", 1)];
 
 /// How files hold the weights of a container type.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum FileLayout {
     /// `[.., out, in]`, as PyTorch's linear layers: dense matrices are transposed on the way.
     OutIn,
@@ -58,7 +63,8 @@ pub enum FileLayout {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 #[must_use]
 pub struct CheckpointMap {
     /// Regular expressions and replacements, from names in files to paths.
@@ -73,10 +79,11 @@ pub struct CheckpointMap {
     pub(crate) allow_unused: bool,
     pub(crate) allow_misfits: bool,
     pub(crate) shard_size: Option<u64>,
+    pub(crate) model_type: Option<String>,
 }
 
 /// The weights of a container type.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ContainerLayout {
     pub(crate) name: String,
     /// The axis of the input.
@@ -87,7 +94,7 @@ pub(crate) struct ContainerLayout {
 }
 
 /// Matrices that are stacked on one side; `{}` stands for their number on the other.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Experts {
     pub(crate) parameter: String,
     pub(crate) tensor: String,
@@ -111,13 +118,14 @@ impl CheckpointMap {
         Self {
             renames: Vec::new(),
             renames_back: Vec::new(),
-            containers: Fp4Config::CONTAINERS.map(container).into(),
+            containers: CONTAINERS.map(container).into(),
             ties: Vec::new(),
             experts: Vec::new(),
             allow_missing: false,
             allow_unused: false,
             allow_misfits: false,
             shard_size: None,
+            model_type: None,
         }
     }
 
@@ -143,7 +151,7 @@ impl CheckpointMap {
     }
 
     /// Says along which axis the weights of a container type are multiplied, and how files hold
-    /// them. `Container { name: "Experts", axis: 1 }` of an [`Fp4Config`] is
+    /// them. `Container { name: "Experts", axis: 1 }` of an `Fp4Config` is
     /// `container("Experts", 1, ..)` here. Of containers that are not named, blocks run along the
     /// last axis: a weight that its file says to be the other way round is an error.
     pub fn container(mut self, name: impl Into<String>, axis: usize, file: FileLayout) -> Self {
@@ -198,6 +206,15 @@ impl CheckpointMap {
     /// always one file.
     pub fn shard_size(mut self, bytes: u64) -> Self {
         self.shard_size = Some(bytes);
+        self
+    }
+
+    /// Names the architecture of the files, as the `model_type` of `config.json` does. A recipe
+    /// then decides by its roles and families, which the command `fp4` finds in the folder of a
+    /// model; otherwise, and for architectures that it does not know, by names as in Llama-like
+    /// models.
+    pub fn model_type(mut self, name: impl Into<String>) -> Self {
+        self.model_type = Some(name.into());
         self
     }
 

@@ -80,6 +80,19 @@ impl<'m> Names<'m> {
         replaced(&self.renames_back, name)
     }
 
+    /// The name in a file of a parameter's tensor.
+    ///
+    /// # Errors
+    /// [`Mismatch::RenamedBack`] for a name that is not loaded into the parameter.
+    pub(crate) fn saved(&self, name: &str, parameter: &str) -> Result<String, Mismatch> {
+        let tensor = self.in_file(name);
+        let loaded = self.in_module(&tensor);
+        if loaded == name {
+            return Ok(tensor);
+        }
+        Err(Mismatch::RenamedBack { parameter: parameter.to_owned(), tensor, loaded })
+    }
+
     /// The tensors of a parameter.
     pub(crate) fn wanted(&self, path: &str, container: &str) -> Wanted {
         let experts = self.map.experts.iter().find_map(|experts| wanted_by(experts, path));

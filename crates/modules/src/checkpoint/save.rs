@@ -62,14 +62,10 @@ pub(crate) fn model<M: Module>(
     }
     let mut named = Vec::with_capacity(weights.len());
     for (name, path, value) in weights {
-        let tensor = names.in_file(&name);
-        let loaded = names.in_module(&tensor);
-        if loaded != name {
-            let parameter = path;
-            errors.push(Mismatch::RenamedBack { parameter, tensor, loaded });
-            continue;
+        match names.saved(&name, &path) {
+            Ok(tensor) => named.push(Weight::new(tensor, 0, value)),
+            Err(mismatch) => errors.push(mismatch),
         }
-        named.push(Weight::new(tensor, 0, value));
     }
     if !errors.is_empty() {
         return Err(Fp4Error::Mismatch(errors));

@@ -59,13 +59,8 @@ impl Calibration {
                 Wanted::Each(before, behind) => (Wanted::numbered(&before, &behind, slice), 0),
                 Wanted::Matrix(name, index) => (name, index),
             };
-            let tensor = names.in_file(&name);
-            let back = names.in_module(&tensor);
-            if back != name {
-                let problem =
-                    format!("`{name}` is written as `{tensor}`, which is read as `{back}`");
-                return Err(failed(problem));
-            }
+            let tensor = names.saved(&name, weight);
+            let tensor = tensor.map_err(|mismatch| failed(mismatch.to_string()))?;
             let matrices = tensors.entry(tensor).or_default();
             let fits = matrices.values().all(|other| other.channels() == gram.channels());
             if matrices.insert(at, gram).is_some() || !fits {

@@ -91,8 +91,13 @@ impl Sensitivity {
     /// # Errors
     /// [`Fp4Error::Budget`] if the smallest candidates of all groups take more, or the budget is
     /// not a number; [`Fp4Error::NotComparable`] naming the weights that have neither a loss nor an
-    /// error of outputs, or one that is not finite.
+    /// error of outputs, or one that is not finite; [`Fp4Error::Sensitivity`] for the configuration
+    /// [of a recipe](Fp4Config::of_recipe).
     pub fn choose(&self, budget: Budget) -> Result<BudgetChoice, Fp4Error> {
+        if self.config.files.is_some() {
+            let problem = "a recipe has chosen the formats; select weights using `include`";
+            return Err(Fp4Error::Sensitivity(problem));
+        }
         let incomparable = self.groups.iter().filter(|group| {
             group.candidates.iter().any(|one| one.error().is_none_or(|error| !error.is_finite()))
         });

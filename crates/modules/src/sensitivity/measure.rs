@@ -76,8 +76,7 @@ pub(crate) fn measure<M: Module>(
             packed.push(BTreeMap::new());
             continue;
         };
-        let mut config = Fp4Config { scheme, ..config.clone() };
-        config.overrides.clear();
+        let config = config.with_one_scheme(scheme);
         let selection = select(module, &config)?;
         weights.add(module, &selection)?;
         let mut copy = module.clone();

@@ -145,15 +145,15 @@ fn merge_packed<'a>(
     parameters: &'a [Parameter],
     config: &Fp4Config,
 ) -> Result<Merged<'a>, Fp4Error> {
-    let is_adapted = |one: &&Parameter| packed.get(&one.path).is_some_and(PackedWeight::is_adapted);
-    let adapted: Vec<_> = parameters.iter().filter(is_adapted).collect();
-    let axes = adapted.iter().map(|one| (*one, packed[&one.path].layout().axis));
-    let plans = plans_as(axes, config)?;
+    let axis = |one: &Parameter| {
+        packed.get(&one.path).filter(|one| one.is_adapted()).map(|one| one.layout().axis)
+    };
+    let plans = plans_as(parameters, axis, config)?;
+    let paths: Vec<String> = plans.iter().map(|(one, _)| one.path.clone()).collect();
     let mut merged = Merged::new();
-    for (parameter, plan) in adapted.iter().zip(plans) {
+    for (parameter, plan) in plans {
         let path = &parameter.path;
         if plan.scheme.method.needs_inputs() {
-            let paths = adapted.iter().map(|one| one.path.clone()).collect();
             return Err(Fp4Error::Uncalibrated { method: plan.scheme.method.to_string(), paths });
         }
         let named = |problem| Fp4Error::at(path, problem);

@@ -59,9 +59,6 @@ fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
     if config.calibration.iter().next().is_some() {
         return refuse("calibration", "the inputs of layers change as the model trains");
     }
-    if !config.share_scale.is_empty() || !config.share_scale_of.is_empty() {
-        return refuse("a shared tensor scale", "each weight follows its own amax");
-    }
     Ok(())
 }
 
@@ -70,6 +67,9 @@ fn check(config: &Fp4Config) -> Result<(), Fp4Error> {
 fn check_plan(plan: &WeightPlan, config: &Fp4Config) -> Result<(), Fp4Error> {
     let refuse = |what, reason| Err(Fp4Error::FakeQuantization { what, reason });
     let scheme: &Fp4Scheme = &plan.scheme;
+    if plan.shares.is_some() {
+        return refuse("a shared tensor scale", "each weight follows its own amax");
+    }
     if plan.scheme.method == Method::Sse(Sse::TensorScale) {
         return refuse("a search for the tensor scale", "every step would search again");
     }

@@ -8,11 +8,12 @@ use burn::tensor::DType;
 use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError};
 use burn_fp4_policy::{
-    Constraints, Decision, Decisions, Family, Fused, Patterns, Policy, Reason, Recipe, WeightInfo,
-    families,
+    Constraints, Decision, Decisions, Family, Fused, Patterns, Reason, WeightInfo, families,
 };
 
-use crate::config::{Fp4Config, Indivisible, Override, Unused};
+use crate::checkpoint::decide::decide as decide_as_in_files;
+use crate::checkpoint::outline::ParameterOutline;
+use crate::config::{Change, Fp4Config, Indivisible, Override, Unused};
 use crate::error::Fp4Error;
 use crate::report::KeepReason;
 use crate::walk::parameters::{Parameter, Walk};
@@ -113,9 +114,9 @@ impl ModulePlan {
 ///
 /// # Errors
 /// [`Fp4Error::Policy`], [`Fp4Error::Scheme`], [`Fp4Error::SharedScale`], [`Fp4Error::Axis`] and
-/// [`Fp4Error::Parameter`] for a configuration that does not fit the module;
-/// [`Fp4Error::NothingSelected`] with the reasons; [`Fp4Error::Unused`]; [`Fp4Error::Sensitivity`]
-/// for a budget, which is not a decision about each parameter yet.
+/// [`Fp4Error::Parameter`] for a configuration that does not fit the module, and those of
+/// [`Fp4Config::of_recipe`]; [`Fp4Error::NothingSelected`] with the reasons; [`Fp4Error::Unused`];
+/// [`Fp4Error::Sensitivity`] for a budget, which is not a decision about each parameter yet.
 pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<ModulePlan, Fp4Error> {
     check_no_budget(config)?;
     let parameters = Walk::over_values(module).parameters;
@@ -124,34 +125,45 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Module
         .map(|parameter| parameter.attached().or_else(|| unfit(parameter, config)))
         .collect();
     let fits: Vec<bool> = unfit.iter().map(Option::is_none).collect();
-    let lists = Lists::new(config)?;
-    let decided = decide(&parameters, &fits, config, Some(&lists))?;
-    let mut unused = unused_patterns(&parameters, &decided.weights, config)?;
-    unused.extend(unused_containers(&parameters, config));
-
-    let mut plans = Vec::with_capacity(parameters.len());
-    for ((parameter, unfit), decision) in parameters.into_iter().zip(unfit).zip(decided.weights) {
-        let plan = match (unfit, decision) {
+    // Weights of files have families by their names there.
+    let lists = config.files.is_none().then(|| Lists::new(config)).transpose()?;
+    let decided = decide(&parameters, &fits, config, lists.as_ref())?;
+    let unused = match config.files {
+        // A selection of files refuses patterns that match nothing.
+        Some(_) => unused_for_files(config),
+        None => unused_patterns(&parameters, &decided.weights, config)?,
+    };
+    let plan = |(at, unfit): (usize, Option<KeepReason>)| {
+        let parameter = &parameters[at];
+        Ok(match (unfit, &decided.weights[at]) {
             (Some(reason), _) => ParameterPlan::Keep(reason),
             (None, Decision::Keep(reason)) => {
-                ParameterPlan::Keep(kept(&parameter, reason, config)?)
+                ParameterPlan::Keep(kept(parameter, reason.clone(), config)?)
             }
             (None, Decision::Quantize { scheme, group }) => {
-                let mut plan = plan_selected(&parameter, &scheme, config)?;
-                if decided.groups[group].len() > 1 {
-                    plan.shares = lists.family(&parameter.path).map(|family| lists.name(&family));
+                let mut plan = plan_selected(parameter, scheme, config)?;
+                let members = &decided.groups[*group];
+                if members.len() > 1 {
+                    plan.shares = match &lists {
+                        Some(lists) => lists.family(&parameter.path).map(|one| lists.name(&one)),
+                        None => Some(group_of(members.iter().map(|&at| &*parameters[at].path))),
+                    };
                 }
                 ParameterPlan::Quantize(plan)
             }
-        };
-        plans.push((parameter, plan));
-    }
+        })
+    };
+    let plans: Result<Vec<_>, Fp4Error> = unfit.into_iter().enumerate().map(plan).collect();
+    let plans = parameters.into_iter().zip(plans?).collect();
     let mut selection = ModulePlan { parameters: plans, unused };
     if selection.plans().next().is_none() {
         return Err(nothing_selected(&selection, config));
     }
     let paths: Vec<_> = selection.plans().map(|(_, parameter, _)| &*parameter.path).collect();
-    let (unused, lone) = (lists.unused(&paths), lists.lone(&paths));
+    let (unused, lone) = match &lists {
+        Some(lists) => (lists.unused(&paths), lists.lone(&paths)),
+        None => Default::default(),
+    };
     selection.unused.extend(unused);
     if config.unused == Unused::Error && !selection.unused.is_empty() {
         return Err(Fp4Error::Unused(selection.unused));
@@ -203,8 +215,11 @@ fn quantized_already(selection: &ModulePlan, config: &Fp4Config) -> Vec<String> 
 }
 
 /// Finds the reason for which no configuration of these containers could select a parameter,
-/// whatever is attached to it.
+/// whatever is attached to it. Files have no containers.
 fn unfit(parameter: &Parameter, config: &Fp4Config) -> Option<KeepReason> {
+    if config.files.is_some() {
+        return None;
+    }
     if parameter.shape.len() < 2 {
         return Some(KeepReason::Rank);
     }
@@ -225,52 +240,60 @@ fn kept(parameter: &Parameter, reason: Reason, config: &Fp4Config) -> Result<Kee
         Reason::Layer(layer) if layer < config.keep_first => KeepReason::FirstLayers { layer },
         Reason::Layer(layer) => KeepReason::LastLayers { layer },
         Reason::Columns { cols: length, of: block_size } => {
-            let container = config.containers.iter().find(|one| one.name == parameter.container);
-            let axis = container.expect("it is in a container").axis;
+            let axis = axis_of(parameter, config);
             if config.indivisible == Indivisible::Error {
                 let problem = OpsError::Indivisible { axis, length, block_size };
                 return Err(Fp4Error::at(&parameter.path, problem));
             }
             KeepReason::Indivisible { axis, length, block_size }
         }
-        Reason::NoMatrix
-        | Reason::Empty
-        | Reason::Dtype(_)
+        Reason::NoMatrix => KeepReason::Rank,
+        Reason::Empty => KeepReason::Empty,
+        Reason::Dtype(_)
         | Reason::Already(_)
         | Reason::Smoothed
         | Reason::Preset(_)
         | Reason::Unlisted(_)
         | Reason::Transposed(_)
         | Reason::CannotHold { .. }
-        | Reason::With(_) => unreachable!("no choice of a configuration: {reason}"),
+        | Reason::With(_) => KeepReason::AsInFiles { reason: reason.to_string() },
     })
 }
 
-/// The choices of a configuration for the weights of its containers.
-fn policy_of(config: &Fp4Config) -> Policy {
-    let recipe = Recipe {
-        keep: config.exclude.clone(),
-        only: config.include.clone(),
-        first_layers_high_precision: Some(config.keep_first),
-        last_layers_high_precision: Some(config.keep_last),
-        ..Recipe::default()
-    };
-    let scheme = |one: &Override| (one.pattern.clone(), one.change.of(&config.scheme));
-    let overrides = config.overrides.iter().map(scheme);
-    Policy::with_schemes(recipe, config.scheme, overrides)
+/// Returns the axis that the blocks of a parameter that fits run along.
+fn axis_of(parameter: &Parameter, config: &Fp4Config) -> usize {
+    let Parameter { container, shape, .. } = parameter;
+    match &config.files {
+        Some(files) => files.map.placement(container, shape.len()).axis,
+        None => {
+            let known = config.containers.iter().find(|known| known.name == *container);
+            known.expect("only parameters of known containers fit").axis
+        }
+    }
 }
 
-/// Decides about parameters. `fits` says which of them could be quantized at all.
+/// Decides about parameters. `fits` says which of them could be quantized at all; with names in
+/// files that is for the policy to say.
 ///
 /// # Errors
-/// [`Fp4Error::Policy`], [`Fp4Error::Scheme`] and [`Fp4Error::SharedScale`].
+/// [`Fp4Error::Policy`], [`Fp4Error::Scheme`] and [`Fp4Error::SharedScale`], or those of
+/// [`decide_as_in_files`].
 fn decide(
     parameters: &[Parameter],
     fits: &[bool],
     config: &Fp4Config,
     lists: Option<&Lists<'_>>,
 ) -> Result<Decisions, Fp4Error> {
-    let policy = policy_of(config);
+    let policy = config.policy();
+    if let Some(files) = &config.files {
+        let known = parameters.iter().map(|one| ParameterOutline {
+            path: &one.path,
+            container: &one.container,
+            shape: &one.shape,
+            attached: one.inside_reparameterization,
+        });
+        return decide_as_in_files(&known.collect::<Vec<_>>(), &policy, &files.map);
+    }
     let by = |fused| Constraints {
         dialect: "",
         columns: &|_, block_size| block_size,
@@ -329,7 +352,8 @@ fn layers(parameters: &[Parameter], decisions: &[Decision]) -> Vec<(usize, usize
     chosen.iter().enumerate().filter_map(layer).collect()
 }
 
-/// Lines about the patterns that fit no parameter, and the overrides that fit no chosen one.
+/// Lines about the patterns that fit no parameter, the overrides that fit no chosen one, and the
+/// containers that were added and that no parameter lies in.
 fn unused_patterns(
     parameters: &[Parameter],
     decisions: &[Decision],
@@ -342,21 +366,44 @@ fn unused_patterns(
         let line = |at: usize| format!("{what} `{}` fits no parameter", patterns[at]);
         lines.extend(unused.into_iter().map(line));
     }
-    let overrides = Patterns::new(config.overrides.iter().map(|one| &one.pattern))?;
     let chosen = parameters.iter().zip(decisions).filter(|(_, decision)| is_chosen(decision));
-    for at in overrides.unused(chosen.map(|(parameter, _)| parameter.names())) {
-        lines.push(format!("with `{}` fits no selected weight", config.overrides[at].pattern));
-    }
-    Ok(lines)
-}
-
-/// Lines about the containers that were added and that no parameter lies in.
-fn unused_containers(parameters: &[Parameter], config: &Fp4Config) -> Vec<String> {
+    lines.extend(unused_overrides(chosen.map(|(parameter, _)| parameter), parameters, config)?);
     let known: BTreeSet<_> = parameters.iter().map(|one| one.container.as_str()).collect();
     let added = config.containers.iter().map(|container| container.name.as_str());
     let default = |name: &str| Fp4Config::CONTAINERS.iter().any(|(known, _)| *known == name);
     let added = added.filter(|name| !default(name) && !known.contains(name));
-    added.map(|name| format!("container `{name}` holds no parameter")).collect()
+    lines.extend(added.map(|name| format!("container `{name}` holds no parameter")));
+    Ok(lines)
+}
+
+/// Lines about the overrides that fit none of these parameters, or of all if they keep them.
+fn unused_overrides<'p>(
+    chosen: impl Iterator<Item = &'p Parameter> + Clone,
+    all: &'p [Parameter],
+    config: &Fp4Config,
+) -> Result<Vec<String>, Fp4Error> {
+    let overrides = Patterns::new(config.overrides.iter().map(|one| &one.pattern))?;
+    let nowhere = overrides.unused(all.iter().map(Parameter::names));
+    let unused = overrides.unused(chosen.map(Parameter::names)).into_iter();
+    let unused = unused.map(|at| (at, &config.overrides[at]));
+    let unused = unused.filter(|(at, one)| one.change != Change::Dense || nowhere.contains(at));
+    let line = |(_, one): (_, &Override)| format!("with `{}` fits no selected weight", one.pattern);
+    Ok(unused.map(line).collect())
+}
+
+/// Lines about choices that have no effect on weights with names in files.
+fn unused_for_files(config: &Fp4Config) -> Vec<String> {
+    let default = Fp4Config::CONTAINERS.iter().copied();
+    let containers = config.containers.iter().map(|one| (one.name.as_str(), one.axis));
+    let lists = config.share_scale.iter().chain(&config.share_scale_of);
+    let containers = (!containers.eq(default)).then(|| {
+        "container: the map of a recipe has the axes of containers; call its `container`".to_owned()
+    });
+    let lists = lists.map(|names| {
+        let names = names.join(",");
+        format!("share_scale {{{names}}}: a recipe decides with `together` who shares one")
+    });
+    containers.into_iter().chain(lists).collect()
 }
 
 /// Checks that nothing else than `quantize_fp4` is to keep a budget.
@@ -379,44 +426,57 @@ fn plan_selected(
     config: &Fp4Config,
 ) -> Result<WeightPlan, Fp4Error> {
     let Parameter { path, container, shape, .. } = parameter;
-    let container = config.containers.iter().find(|known| known.name == *container);
-    let container = container.expect("only parameters of known containers are selected");
-    if container.axis >= shape.len() {
-        return Err(Fp4Error::Axis {
-            path: path.clone(),
-            container: container.name.clone(),
-            axis: container.axis,
-            rank: shape.len(),
-        });
+    let (axis, rank) = (axis_of(parameter, config), shape.len());
+    if axis >= rank {
+        let (path, container) = (path.clone(), container.clone());
+        return Err(Fp4Error::Axis { path, container, axis, rank });
     }
-    let plan = plan_along(parameter, container.axis, scheme);
-    plan.map_err(|problem| Fp4Error::at(path, problem))
+    plan_along(parameter, axis, scheme).map_err(|problem| Fp4Error::at(path, problem))
 }
 
-/// How a configuration quantizes parameters along these axes, whether it selects them or not.
+/// How a configuration quantizes the parameters with an axis along it, whether it selects them or
+/// not.
 ///
 /// # Errors
-/// [`Fp4Error::Unused`] for an override that fits none of them, [`Fp4Error::Parameter`].
-pub(crate) fn plans_as<'a>(
-    parameters: impl Iterator<Item = (&'a Parameter, usize)>,
+/// [`Fp4Error::Unused`] for an override that fits none of them, [`Fp4Error::Parameter`], and
+/// [`Fp4Error::RecipeParameter`] for one that the configuration keeps dense by name.
+pub(crate) fn plans_as<'p>(
+    parameters: &'p [Parameter],
+    axis: impl Fn(&Parameter) -> Option<usize>,
     config: &Fp4Config,
-) -> Result<Vec<WeightPlan>, Fp4Error> {
+) -> Result<Vec<(&'p Parameter, WeightPlan)>, Fp4Error> {
     check_no_budget(config)?;
-    let patterns = Patterns::new(config.overrides.iter().map(|one| &one.pattern))?;
+    // They were selected when they were packed; each keeps its own tensor scale and axis.
+    let all = Fp4Config {
+        include: vec!["*".to_owned()],
+        exclude: Vec::new(),
+        containers: Vec::new(),
+        keep_first: 0,
+        keep_last: 0,
+        ..config.clone()
+    };
+    let decided = decide(parameters, &vec![true; parameters.len()], &all, None)?.weights;
     let mut plans = Vec::new();
-    let mut used = BTreeSet::new();
-    for (parameter, axis) in parameters {
-        let matches: Vec<usize> = patterns.matches(parameter.names()).collect();
-        let last = matches.iter().max().map(|&at| config.overrides[at].change);
-        let scheme = last.map_or(config.scheme, |change| change.of(&config.scheme));
-        used.extend(matches);
-        scheme.validate().map_err(OpsError::from)?;
+    for (parameter, decision) in parameters.iter().zip(decided) {
+        let (Some(axis), path) = (axis(parameter), &parameter.path) else { continue };
+        let scheme = match decision {
+            Decision::Quantize { scheme, .. } => scheme,
+            Decision::Keep(Reason::Columns { cols: length, of: block_size }) => {
+                return Err(Fp4Error::at(path, OpsError::Indivisible { axis, length, block_size }));
+            }
+            Decision::Keep(reason) => {
+                let problem = format!("kept ({reason}), but its adapter is merged; do not keep it");
+                return Err(Fp4Error::RecipeParameter { path: path.clone(), problem });
+            }
+        };
         let plan = plan_along(parameter, axis, &scheme);
-        plans.push(plan.map_err(|problem| Fp4Error::at(&parameter.path, problem))?);
+        plans.push((parameter, plan.map_err(|problem| Fp4Error::at(path, problem))?));
     }
-    let unused = config.overrides.iter().enumerate().filter(|(at, _)| !used.contains(at));
-    let unused: Vec<_> =
-        unused.map(|(_, one)| format!("with `{}` fits no weight", one.pattern)).collect();
+    let chosen = plans.iter().map(|(parameter, _)| *parameter);
+    let unused = match config.files {
+        Some(_) => Vec::new(),
+        None => unused_overrides(chosen, parameters, config)?,
+    };
     match unused.is_empty() || config.unused == Unused::Report {
         true => Ok(plans),
         false => Err(Fp4Error::Unused(unused)),
@@ -439,6 +499,11 @@ fn plan_along(
     }
     let layout = Fp4Layout::new(&parameter.shape.clone().into(), axis, scheme)?;
     Ok(WeightPlan { layout, shares: None, scheme: *scheme })
+}
+
+/// The name of a group of whole paths in reports.
+fn group_of<'p>(paths: impl Iterator<Item = &'p str>) -> String {
+    format!("{{{}}}", paths.collect::<Vec<_>>().join(","))
 }
 
 /// The lists of a configuration of weights that share a tensor scale, each a family by its number:
@@ -480,7 +545,7 @@ impl<'c> Lists<'c> {
         let Family { parent, list, parameter } = family;
         match self.siblings.get(*list) {
             Some(siblings) => format!("{parent}{{{}}}.{parameter}", siblings.join(",")),
-            None => format!("{{{}}}", self.paths[list - self.siblings.len()].join(",")),
+            None => group_of(self.paths[list - self.siblings.len()].iter().map(String::as_str)),
         }
     }
 

@@ -27,6 +27,8 @@ pub(super) mod per_microsecond {
     pub(in crate::host) const ATTENTION: usize = 1 << 13;
     /// Values that are read, changed and written.
     pub(in crate::host) const VALUES: usize = 1 << 10;
+    /// Values that are written in another order.
+    pub(in crate::host) const WRITTEN: usize = 1 << 12;
 }
 
 /// Returns true if work is worth the time to wake other threads, and to wait for them. A thread

@@ -7,6 +7,22 @@ use pulp::cast;
 use super::int8_input::LANES;
 use super::scale_grid::scale_values;
 
+/// Bits of 2^-127, the number of code 0 of E8M0, which is subnormal in f32.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(super) const E8M0_LEAST: u32 = 0x40_0000;
+
+/// Calls an intrinsic of the instructions of a token.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! call {
+    ($call:expr) => {
+        // SAFETY: these functions read no memory, and the token `self` exists only if the
+        // processor has the instructions: `detect` alone makes one.
+        unsafe { $call }
+    };
+}
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(super) use call;
+
 /// The instructions of a processor for 16 lanes, of 4 bytes, an i32 or an f32 each.
 ///
 /// Sums of products of bytes are exact and every f32 operation is rounded on its own, so that all

@@ -10,7 +10,7 @@ use std::arch::is_aarch64_feature_detected;
 use pulp::cast;
 
 use super::int8_input::LANES;
-use super::int8_lanes::{ELEMENTS, LaneWork, Lanes};
+use super::int8_lanes::{E8M0_LEAST, ELEMENTS, LaneWork, Lanes, call};
 
 /// NEON, and its products of bytes if `DOT` is true.
 #[derive(Clone, Copy)]
@@ -22,15 +22,6 @@ impl<const DOT: bool> Neon<DOT> {
             && (!DOT || is_aarch64_feature_detected!("dotprod"));
         found.then_some(Self(()))
     }
-}
-
-/// Calls an intrinsic of the instructions of a token.
-macro_rules! call {
-    ($call:expr) => {
-        // SAFETY: these functions read no memory, and the token `self` exists only if the
-        // processor has the instructions: `detect` alone makes one.
-        unsafe { $call }
-    };
 }
 
 /// Adds the products of 16 bytes to the sums of their lanes. The intrinsic is not stable.
@@ -188,8 +179,7 @@ impl<const DOT: bool> Lanes for Neon<DOT> {
     }
     #[inline(always)]
     fn e8m0(self, codes: [u8; LANES]) -> Self::Floats {
-        // Code 0 is 2^-127, a subnormal number.
-        let bits: [u32; LANES] = from_fn(|lane| (u32::from(codes[lane]) << 23).max(0x40_0000));
+        let bits: [u32; LANES] = from_fn(|lane| (u32::from(codes[lane]) << 23).max(E8M0_LEAST));
         cast(bits)
     }
 }

@@ -5,7 +5,7 @@ use core::arch::x86_64::*;
 use pulp::cast;
 
 use super::int8_input::LANES;
-use super::int8_lanes::{ELEMENTS, LaneWork, Lanes};
+use super::int8_lanes::{E8M0_LEAST, ELEMENTS, LaneWork, Lanes, call};
 
 /// AVX2, FMA and F16C, and the products of AVX-VNNI if `VNNI` is true.
 #[derive(Clone, Copy)]
@@ -33,15 +33,6 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512vnni");
         Avx2::<false>::detect().filter(|_| found).map(|_| Self(()))
     }
-}
-
-/// Calls an intrinsic of the instructions of a token.
-macro_rules! call {
-    ($call:expr) => {
-        // SAFETY: these functions read no memory, and the token `self` exists only if the
-        // processor has the instructions: `detect` alone makes one.
-        unsafe { $call }
-    };
 }
 
 /// Interleaves the bytes of 2 words of 8 bytes, or of 4 words of 4 bytes.
@@ -186,8 +177,7 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     }
     #[inline(always)]
     fn e8m0(self, codes: [u8; LANES]) -> Self::Floats {
-        // Code 0 is 2^-127, a subnormal number.
-        let least = call!(_mm256_set1_epi32(0x40_0000));
+        let least = call!(_mm256_set1_epi32(E8M0_LEAST as i32));
         let [low, high]: [[u8; 8]; 2] = cast(codes);
         let mut values = [self.repeat_float(0.0)[0]; 2];
         for (value, codes) in values.iter_mut().zip([low, high]) {
@@ -289,7 +279,7 @@ impl Lanes for Avx512 {
     #[inline(always)]
     fn e8m0(self, codes: [u8; LANES]) -> Self::Floats {
         let codes = call!(_mm512_cvtepu8_epi32(cast(codes)));
-        let least = call!(_mm512_set1_epi32(0x40_0000));
+        let least = call!(_mm512_set1_epi32(E8M0_LEAST as i32));
         cast(call!(_mm512_max_epi32(_mm512_slli_epi32::<23>(codes), least)))
     }
 }

@@ -2,13 +2,11 @@
 
 use rayon::prelude::*;
 
-use super::arch::is_worth_threads;
+use super::arch::{is_worth_threads, per_microsecond};
 use super::element::HostElement;
 
 /// Number of packed rows of a panel.
 pub(super) const PANEL: usize = 16;
-/// Number of values that a thread writes in a microsecond.
-const PER_MICROSECOND: usize = 1 << 12;
 
 /// Writes products `[panels, inputs, PANEL]` as `[inputs, outputs]`.
 pub(super) fn write<T: HostElement>(products: &[f32], inputs: usize, output: &mut [T]) {
@@ -19,7 +17,7 @@ pub(super) fn write<T: HostElement>(products: &[f32], inputs: usize, output: &mu
             T::write(&products[..output.len()], output);
         }
     };
-    if is_worth_threads(output.len(), PER_MICROSECOND) {
+    if is_worth_threads(output.len(), per_microsecond::WRITTEN) {
         output.par_chunks_mut(outputs).enumerate().for_each(row);
     } else {
         output.chunks_mut(outputs).enumerate().for_each(row);

@@ -6,8 +6,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
+use crate::memory::{PackedHandles, PackedIn, load_scale};
 use crate::numeric::normal::{scale_factor, scaled_value};
-use crate::packed::{PackedHandles, PackedIn, load_scale};
 use crate::plan::{
     Capability, Decoding, Dtype, Operation, Problem, Refusal, ThreadTile, UNITS, plan,
 };

@@ -14,7 +14,7 @@ use crate::plan::{
     Blueprint, Capability, Dtype, Launch, Operation, Problem, Refusal, TileSharing, UNITS, plan,
 };
 use crate::search::amax::largest_magnitudes;
-use crate::search::choose::choose_scales;
+use crate::search::choose_scales;
 use crate::search::quantize_args::{QuantizeArgs, quantize_args};
 use crate::tensor::indexing::{tile_index, tile_origin};
 use crate::tensor::load_store::{load_blocks, store_blocks};

@@ -26,8 +26,7 @@
 //! | `plan/`     | problem, device and scheme -> launch or refusal; pure functions            |
 //! | `numeric/`  | elements, the grid of block scales, scale rules, random bits, transform    |
 //! | `tensor/`   | thread tiles: indexing, loads and stores, transpose in shared memory       |
-//! | `packed.rs` | [`PackedHandles`]: codes, block scales and tensor scale in device memory   |
-//! | `memory.rs` | checks of the length of device memory                                      |
+//! | `memory.rs` | [`PackedHandles`]: packed tensors in device memory; checks of its length   |
 //! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
 //! | `decoder/`  | a decoder besides its matmuls: norms, attention, draws of tokens           |
@@ -56,7 +55,6 @@ mod interfaces {
 }
 mod matmul;
 mod memory;
-mod packed;
 mod plan;
 mod quantize;
 mod quantize_by_hessian;
@@ -74,7 +72,7 @@ pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
 pub use matmul::{FamilyPlan, Matmul, MatmulPlan, Prefetch};
-pub use packed::PackedHandles;
+pub use memory::PackedHandles;
 pub use plan::{
     Capability, Conversion, Decoding, Dtype, Launch, Operation, Portable, Problem, Refusal,
     ThreadTile, TileSharing, UNITS, WgmmaSupport, plan,

@@ -5,14 +5,13 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::memory::check_memory;
+use crate::memory::{PackedHandles, PackedOut, check_memory, store_tensor_scale};
 use crate::numeric::codes::{limits_all, nearest_codes};
 use crate::numeric::rule::{TensorScaleArgs, code_mask, normalize, tensor_factor};
 use crate::numeric::stochastic::{Draw, draw, random_bits, random_words, round_stochastically};
-use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
 use crate::plan::{Blueprint, Capability, Launch, Operation, Problem, Refusal, UNITS, plan};
 use crate::search::amax::largest_magnitudes;
-use crate::search::choose::choose_scales;
+use crate::search::choose_scales;
 use crate::search::quantize_args::{QuantizeArgs, quantize_args};
 use crate::tensor::indexing::{tile_index, tile_origin};
 use crate::tensor::load_store::load_blocks;

@@ -16,9 +16,8 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::memory::check_memory;
+use crate::memory::{PackedHandles, PackedOut, check_memory, store_tensor_scale};
 use crate::numeric::rule::tensor_factor;
-use crate::packed::{PackedHandles, PackedOut, store_tensor_scale};
 use crate::plan::{Blueprint, Capability, Launch, Operation, Problem, Refusal, plan};
 use crate::search::block_hessian::{block_hessian, load_shared, shared_vectors};
 use crate::search::hessian::search;

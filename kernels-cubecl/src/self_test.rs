@@ -14,7 +14,7 @@ use half::{bf16, f16};
 
 use crate::dequantize::dequantize;
 use crate::matmul::Matmul;
-use crate::packed::PackedHandles;
+use crate::memory::PackedHandles;
 use crate::plan::{Capability, Decoding, Dtype, Portable, Problem, Refusal};
 
 /// Packed rows and their elements: two blocks each, and a block has every code.

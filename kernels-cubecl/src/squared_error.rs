@@ -5,9 +5,9 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use crate::memory::{PackedHandles, PackedIn};
 use crate::numeric::element::element_value;
 use crate::numeric::scale_grid::scale_value;
-use crate::packed::{PackedHandles, PackedIn};
 use crate::plan::{Capability, Launch, Operation, Problem, Refusal, ThreadTile, UNITS, plan};
 use crate::tensor::indexing::{Dims, dims};
 use crate::tensor::load_store::widen;

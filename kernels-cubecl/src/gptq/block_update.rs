@@ -2,10 +2,10 @@
 
 use cubecl::prelude::*;
 
+use crate::memory::{PackedOut, store_tensor_scale};
 use crate::numeric::element::{element_value, nearest_element, round_to_e2m1};
 use crate::numeric::rule::{TensorScaleArgs, code_mask, factor_of, normalize, tensor_factor};
 use crate::numeric::scale_grid::scale_value;
-use crate::packed::{PackedOut, store_tensor_scale};
 use crate::plan::Blueprint;
 
 /// The channels that a kernel works on, and how their scales are decoded.

@@ -14,9 +14,8 @@ use super::block_update::{
 };
 use super::hessian_factor::HessianFactorHandles;
 use super::propagate::{Errors, Region, propagate};
-use crate::memory::check_memory;
+use crate::memory::{PackedHandles, check_memory};
 use crate::numeric::rule::tensor_scale_args;
-use crate::packed::PackedHandles;
 use crate::plan::{Blueprint, Capability, Dtype, Launch, Operation, Problem, Refusal, UNITS, plan};
 use crate::quantize::quantize_weighted;
 use crate::quantize_by_hessian::{Hessians, quantize_by_hessian};

@@ -41,8 +41,10 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::fragment::{decode_elements, decode_scales};
-use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
+use super::operands::{
+    MatmulBlueprint, OperandHandles, Operands, Widths, decode_elements, decode_scales, epilogue,
+    operands,
+};
 use super::plan::{K_TILE, Matmul, Mma, PLANES};
 use crate::numeric::scale_grid::sum_shift;
 use crate::plan::UNITS;

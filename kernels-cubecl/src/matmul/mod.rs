@@ -1,8 +1,6 @@
 //! Matmuls with a packed weight.
 
 mod emulated;
-mod family;
-mod fragment;
 mod gemv;
 mod instructions;
 mod launch;
@@ -19,6 +17,6 @@ mod ptx;
 mod small_m;
 mod wgmma;
 
-pub use family::FamilyPlan;
+pub use launch::FamilyPlan;
 pub use plan::{Matmul, MatmulPlan};
 pub use prefetch::Prefetch;

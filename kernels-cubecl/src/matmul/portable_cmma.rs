@@ -19,8 +19,8 @@ use cubecl::server::Handle;
 use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
 use super::plan::Matmul;
 use super::portable_plan::{CMMA_PADDING as PADDING, PortableCmma};
+use crate::memory::load_scale;
 use crate::numeric::normal::{decode_eight, decoded_unit, scale_factor};
-use crate::packed::load_scale;
 
 /// Units of a plane.
 const PLANE: u32 = 32;

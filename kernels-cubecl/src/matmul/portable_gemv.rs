@@ -22,8 +22,8 @@ use cubecl::server::Handle;
 use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
 use super::plan::Matmul;
 use super::portable_plan::PortableGemv;
+use crate::memory::load_scale;
 use crate::numeric::normal::{decode_eight, decoded_unit, scale_factor};
-use crate::packed::load_scale;
 use crate::plan::UNITS;
 use crate::tensor::load_store::widen_word;
 

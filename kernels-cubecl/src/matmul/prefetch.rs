@@ -22,12 +22,11 @@
 
 use cubecl::prelude::*;
 
-use super::plan::{Kernel, Matmul, MatmulPlan};
+use super::plan::Matmul;
 #[cfg(feature = "cuda")]
 use super::ptx::prefetch_l2;
-use crate::memory::check_memory;
-use crate::packed::PackedHandles;
-use crate::plan::{Refusal, WgmmaSupport};
+use crate::memory::{PackedHandles, check_memory};
+use crate::plan::{Capability, Refusal, WgmmaSupport};
 
 /// Largest number of prefetched bytes: a third of the 50 MB of L2 of H100 and H200. On an H200 a
 /// token of a decoder of 8B shapes takes 3.37 ms without, 2.99 with 16 MB, 3.10 with 24 and 3.22
@@ -37,7 +36,7 @@ const MAX_PREFETCH_BYTES: usize = 16 << 20;
 /// Packed rows of the cubes that an H200 runs at once, about.
 const ROWS_IN_FLIGHT: usize = 8192;
 
-/// A weight for [`MatmulPlan::run`] to prefetch, and its matmul.
+/// A weight for [`MatmulPlan::run`](super::MatmulPlan::run) to prefetch, and its matmul.
 #[derive(Debug, Clone)]
 pub struct Prefetch {
     /// The matmul with this weight.
@@ -88,14 +87,22 @@ pub(crate) struct PrefetchArgs {
 }
 
 impl Prefetch {
-    /// Checks that the memory holds the weight of its matmul.
+    /// Returns the weight if a device prefetches one, once its memory is checked.
     ///
     /// # Errors
     /// [`Refusal::Memory`].
-    pub(super) fn check(&self) -> Result<(), Refusal> {
-        let Matmul { n, k, block_size, .. } = self.matmul;
-        check_memory("next codes", &self.weight.codes, n * k / 2)?;
-        check_memory("next scales", &self.weight.scales, n * k / block_size)
+    pub(super) fn checked(
+        next: Option<Self>,
+        device: &Capability,
+    ) -> Result<Option<Self>, Refusal> {
+        // Bulk prefetch is an instruction of Hopper, like WGMMA.
+        let Some(next) = next.filter(|_| device.wgmma == WgmmaSupport::Ptx) else {
+            return Ok(None);
+        };
+        let Matmul { n, k, block_size, .. } = next.matmul;
+        check_memory("next codes", &next.weight.codes, n * k / 2)?;
+        check_memory("next scales", &next.weight.scales, n * k / block_size)?;
+        Ok(Some(next))
     }
 
     /// Returns the argument for a kernel of the matmul `by`, with the packed rows of all weights of
@@ -104,7 +111,7 @@ impl Prefetch {
         let PrefetchedPart { rows, codes, scales } = PrefetchedPart::of(&self.matmul)?;
         let n = self.matmul.n;
         let own = by.n * (by.k / 2 + by.k / by.block_size);
-        // SAFETY: the lengths match its matmul, which `check` has compared with the memory.
+        // SAFETY: the lengths match its matmul, which `checked` has compared with the memory.
         let buffers = unsafe {
             (
                 BufferArg::from_raw_parts(self.weight.codes, n * codes.0 / 4),
@@ -121,14 +128,6 @@ impl Prefetch {
             scales.1 as u32,
             own > MAX_PREFETCH_BYTES,
         ))
-    }
-}
-
-impl MatmulPlan {
-    /// Returns true if the kernel prefetches on the device of the plan.
-    pub(super) fn prefetches(&self) -> bool {
-        // Bulk prefetch is an instruction of Hopper, like WGMMA.
-        matches!(self.kernel, Kernel::SmallM(_)) && self.device.wgmma == WgmmaSupport::Ptx
     }
 }
 

@@ -26,15 +26,14 @@ use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::fragment::{decode_elements, decode_scales};
 use super::operands::{
     MatmulBlueprint, Member, MemberHandles, MemberLaunch, OperandHandles, Operands, Widths,
-    epilogue_of, operands,
+    decode_elements, decode_scales, epilogue_of, operands,
 };
 use super::plan::{Matmul, SMALL_M_K_TILE, SmallM};
 use super::prefetch::prefetch_next;
+use crate::memory::PackedIn;
 use crate::numeric::scale_grid::sum_shift;
-use crate::packed::PackedIn;
 
 /// Launches the kernel for a weight, and for the other weights of its family. `S` holds the block
 /// scales that a lane needs of a packed row.

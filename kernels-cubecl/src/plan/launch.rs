@@ -1,7 +1,7 @@
 //! [`plan`]: the launch of an operation.
 
 use burn_fp4_search::host::View;
-use burn_fp4_search::{Blocks, Method, Sse};
+use burn_fp4_search::{Blocks, Method, Needs};
 use cubecl::prelude::CubeCount;
 
 use super::capability::{Capability, UNITS};
@@ -67,15 +67,16 @@ fn check(operation: Operation, problem: &Problem) -> Result<(), Refusal> {
     let reads_codes = matches!(operation, Operation::Dequantize | Operation::SquaredError);
     if !reads_codes && !matches!(operation, Operation::Amax | Operation::RowAmax) {
         let by_hessian = matches!(operation, Operation::QuantizeByHessian | Operation::Gptq);
-        let fits = match scheme.method {
-            Method::Hessian | Method::CoordinateDescent => by_hessian,
-            Method::Amax | Method::FourOverSix { .. } | Method::Sse(Sse::Uniform) => !by_hessian,
-            Method::Sse(Sse::Weighted) => operation == Operation::Quantize,
+        let method = scheme.method;
+        let fits = match method.needs() {
             // Others have no kernel: the host runs them, or calls one for every tensor scale.
-            _ => false,
+            Needs::Nothing => method.is_blockwise() && !by_hessian,
+            Needs::SecondMoments => operation == Operation::Quantize,
+            Needs::BlockHessians => by_hessian && !matches!(method, Method::Admm(_)),
+            Needs::Gram => false,
         };
         if !fits {
-            return Err(Refusal::Method { operation, found: scheme.method });
+            return Err(Refusal::Method { operation, found: method });
         }
     }
     let expected = View::MAX_LEN;

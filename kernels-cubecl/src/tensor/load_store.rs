@@ -19,7 +19,8 @@ use cubecl::prelude::*;
 use half::f16;
 
 use super::indexing::{Dims, TileOrigin};
-use crate::plan::{Conversion, Dtype, ThreadTile};
+use crate::numeric::element::narrow;
+use crate::plan::{Dtype, ThreadTile};
 
 /// Loads the block of every row of a tile as f32: value k of row r is at `r * block_size + k`.
 /// Missing rows repeat the first one.
@@ -153,40 +154,6 @@ pub(crate) fn widen<E: Int, N: Size>(
         let half = comptime!(16 * (index % each));
         f32::cast_from(f16::reinterpret(u16::cast_from((word >> half) & 0xFFFFu32)))
     }
-}
-
-/// Rounds an f32 once, to nearest even.
-#[cube]
-pub(crate) fn narrow<F: Float>(value: f32, #[comptime] conversion: Conversion) -> F {
-    if comptime!(conversion == Conversion::Bf16Bits) {
-        let bits = u32::reinterpret(value);
-        let rounded = (bits + 0x7FFFu32 + ((bits >> 16u32) & 1u32)) >> 16u32;
-        let is_nan = (bits & 0x7FFF_FFFFu32) > 0x7F80_0000u32;
-        F::reinterpret(u16::cast_from(select(is_nan, 0x7FC0u32, rounded)))
-    } else if comptime!(conversion == Conversion::F16Bits) {
-        Vector::<F, Const<2>>::reinterpret(f16_bits(value)).extract(0usize)
-    } else {
-        F::cast_from(value)
-    }
-}
-
-/// Returns the bits of the f16 nearest to an f32, ties to even.
-#[cube]
-fn f16_bits(value: f32) -> u32 {
-    let bits = u32::reinterpret(value);
-    let magnitude = bits & 0x7FFF_FFFFu32;
-    // The exponents differ by 127 - 15, the mantissas by 13 bits.
-    let rounded = magnitude + 0xFFFu32 + ((magnitude >> 13u32) & 1u32);
-    let normal = min((max(rounded, 0x3800_0000u32) - 0x3800_0000u32) >> 13u32, 0x7C00u32);
-    // Below 2^-14: multiples of 2^-24. A shift of 25 leaves nothing.
-    let mantissa = (magnitude & 0x007F_FFFFu32) | 0x0080_0000u32;
-    let shift = 126u32 - min(magnitude >> 23u32, 112u32);
-    let shift = min(shift, 25u32);
-    let half = (1u32 << (shift - 1u32)) - 1u32;
-    let subnormal = (mantissa + half + ((mantissa >> shift) & 1u32)) >> shift;
-    let finite = select(magnitude < 0x3880_0000u32, subnormal, normal);
-    let found = select(magnitude > 0x7F80_0000u32, 0x7E00u32, finite);
-    found | ((bits >> 16u32) & 0x8000u32)
 }
 
 /// Returns a value of a vector of words as f32, without 16-bit integers, which WGSL lacks.

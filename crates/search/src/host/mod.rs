@@ -2,8 +2,7 @@
 //! threads, along any axis, without materializing anything but its output.
 //!
 //! Values pass through a batch of 32 blocks that stays in the first-level cache. Only the functions
-//! that read and write a batch depend on the axis of the blocks. Each search has a file with the
-//! name of its file in `reference/`.
+//! that read and write a batch depend on the axis of the blocks.
 //!
 //! | file                     | what it holds                                               |
 //! |--------------------------|-------------------------------------------------------------|
@@ -13,11 +12,9 @@
 //! | `simd_batch.rs`          | the batch: 32 blocks, an array for every property           |
 //! | `tile_reduce.rs`         | tiles of 16 blocks of a batch                               |
 //! | `amax.rs`                | amax, and the rule's scales and multipliers                 |
-//! | `choose.rs`              | scales and codes of a batch, using the search of the scheme |
+//! | `search/`                | scales and codes of a batch, a file for each search         |
 //! | `scale_grid.rs`          | the arithmetic of block scales                              |
 //! | `codes.rs`               | rounding to codes, and decoding them                        |
-//! | `four_over_six.rs`, `sse.rs`, `hessian.rs`, `coordinate_descent.rs` | searches |
-//! | `admm.rs`, `solution.rs` | ADMM, one block at a time                                   |
 //! | `gptq.rs`                | GPTQ, whose errors propagate from block to block            |
 //! | `gram.rs`                | `X^T X` of activations, in tiles                            |
 //! | `matmul.rs`, `decode.rs` | products with packed weights, decoded in groups             |
@@ -34,23 +31,18 @@
 //! | `arch.rs`                | the SIMD instructions and the sizes of tasks                |
 //! | `element.rs`, `view.rs`  | f32, bf16 and f16; the blocked axis of a tensor             |
 
-mod admm;
 mod amax;
 mod arch;
-mod choose;
 mod codes;
-mod coordinate_descent;
 mod decode;
 mod decoder;
 mod dequantize;
 mod dots;
 mod element;
 mod fake_quantize;
-mod four_over_six;
 mod gptq;
 mod gram;
 mod hadamard;
-mod hessian;
 mod int8_input;
 mod int8_instructions;
 mod int8_lanes;
@@ -64,9 +56,8 @@ mod matmul;
 mod panels;
 mod quantize;
 mod scale_grid;
+mod search;
 mod simd_batch;
-mod solution;
-mod sse;
 mod tile_reduce;
 mod view;
 

@@ -6,8 +6,8 @@ use rayon::prelude::*;
 
 use super::amax::larger;
 use super::arch::{SEARCH_TASK, TASK, arch};
-use super::choose::Choose;
 use super::element::HostElement;
+use super::search::Choose;
 use super::simd_batch::{BATCH, BlockBatch, MAX_BLOCK, Order};
 use super::view::View;
 use crate::error::SearchError;

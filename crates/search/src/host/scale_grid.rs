@@ -242,7 +242,7 @@ impl Window {
 
 #[cfg(test)]
 mod tests {
-    use super::super::sse::crest;
+    use super::super::search::sse::crest;
     use super::*;
 
     type Nv = Scales<{ Fp4Format::NvFp4 as usize }>;

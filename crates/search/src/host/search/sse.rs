@@ -1,10 +1,10 @@
 //! The scales with the smallest squared error, for a batch of blocks. `reference/sse.rs` is the
 //! definition, and explains why a window of scales is enough.
 
-use super::scale_grid::{Scales, Window};
-use super::simd_batch::{BATCH, BlockBatch};
-use super::tile_reduce::sum_tiles;
 use crate::e2m1::nearest_magnitude;
+use crate::host::scale_grid::{Scales, Window};
+use crate::host::simd_batch::{BATCH, BlockBatch};
+use crate::host::tile_reduce::sum_tiles;
 use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {
@@ -160,7 +160,7 @@ impl<const B: usize> Magnitudes<B> {
 /// Returns the value of `amax / scale` beyond which twice the scale is better: 7 + sum of the other
 /// weights / (16 weight of the largest element).
 #[inline(always)]
-pub(super) fn crest(largest: f32, total: f32) -> f32 {
+pub(in crate::host) fn crest(largest: f32, total: f32) -> f32 {
     if largest > 0.0 { 7.0 + (total - largest) / (16.0 * largest) } else { f32::INFINITY }
 }
 

@@ -1,7 +1,7 @@
 //! ADMM on the blocks of a batch, one at a time; see `reference/admm.rs`.
 
-use super::simd_batch::{BATCH, BlockBatch};
 use super::solution::{Solutions, Solver};
+use crate::host::simd_batch::{BATCH, BlockBatch};
 use crate::importance::BlockHessian;
 use crate::reference::admm::{Operator, improve, published};
 use crate::reference::solution::{BlockProblem, Solution};

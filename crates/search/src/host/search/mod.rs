@@ -1,14 +1,22 @@
-//! Scales and codes of a batch, using the search of a scheme.
+//! Scales and codes of a batch, using the search of a scheme. Each search has a file, named as in
+//! `reference/`.
 //!
 //! A generic function is compiled in every crate that calls it. Searches are long, and are compiled
 //! for each block size, format and instruction set. To compile them once, in this crate, they start
 //! from functions that are not generic: [`Choose::choose`] for the batches of both block sizes.
 
+mod admm;
+mod coordinate_descent;
+mod four_over_six;
+mod hessian;
+mod solution;
+pub(super) mod sse;
+
 use pulp::NullaryFnOnce;
 
-use super::arch::arch;
-use super::scale_grid::{ByFormat, by_format};
-use super::simd_batch::BlockBatch;
+use crate::host::arch::arch;
+use crate::host::scale_grid::{ByFormat, by_format};
+use crate::host::simd_batch::BlockBatch;
 use crate::importance::BlockImportance;
 use crate::method::{Admm, Method};
 use crate::scheme::Fp4Scheme;

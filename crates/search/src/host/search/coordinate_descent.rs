@@ -2,10 +2,10 @@
 //! `reference/coordinate_descent.rs` is the definition.
 
 use super::hessian::{Descent, Line, Lines, cost};
-use super::simd_batch::{BATCH, BlockBatch};
 use super::solution::Solutions;
 use super::sse::start;
 use crate::e2m1::nearest_element;
+use crate::host::simd_batch::{BATCH, BlockBatch};
 use crate::importance::BlockHessian;
 use crate::method::Method;
 use crate::rule::ScaleRule;

@@ -1,10 +1,10 @@
 //! The scales with the smallest `r^T H r` of the nearest codes, for a batch of blocks.
 //! `reference/hessian.rs` is the definition, and explains why the search may stop early.
 
-use super::scale_grid::Scales;
-use super::simd_batch::{BATCH, BlockBatch, BlockNormalizations};
 use super::sse::{is_better, start};
 use crate::e2m1::nearest_element;
+use crate::host::scale_grid::Scales;
+use crate::host::simd_batch::{BATCH, BlockBatch, BlockNormalizations};
 use crate::importance::BlockHessian;
 use crate::rule::ScaleRule;
 use crate::scheme::Fp4Scheme;

@@ -1,8 +1,8 @@
 //! Methods that improve one block at a time, using the functions of the reference.
 
 use super::hessian::Lines;
-use super::scale_grid::Scales;
-use super::simd_batch::{BATCH, BlockBatch};
+use crate::host::scale_grid::Scales;
+use crate::host::simd_batch::{BATCH, BlockBatch};
 use crate::importance::BlockHessian;
 use crate::reference::solution::{BlockProblem, Solution};
 

@@ -99,7 +99,11 @@ impl fmt::Display for Sensitivity {
             }
         }
         let header = ["weights", "candidate", "bits", "weight %", "output %", "loss"];
-        write!(f, "{}\nerrors in per cent of the values", table(header, rows, 2))
+        write!(
+            f,
+            "{}\nweight %, output %: error relative to the norm of the weight, of the outputs",
+            table(header, rows, 2)
+        )
     }
 }
 

@@ -21,19 +21,12 @@ timed() {
     read -r wall processor < <(awk '{printf "%.0f %.0f\n", $1, $2 + $3}' <<< "$times")
 }
 
-mkdir -p "$folder/new/src"
-git archive --prefix=burn-fp4/ HEAD | tar -x -C "$folder/new"
+scripts/new-crate.sh "$folder/new"
 cd "$folder/new"
-# The lines of README, in two parts: dependencies, and the profile that optimizes them.
-lines=$(sed -n '/^```toml$/,/^```$/{/^```/d;p}' burn-fp4/README.md)
-dependencies=${lines%%\[profile*}
-[[ $dependencies == *burn-fp4* && $lines == *opt-level* ]]
-package='[package]
-name = "new"
-version = "0.1.0"
-edition = "2024"
-[workspace]
-exclude = ["burn-fp4"]'
+# With the profile that optimizes dependencies, and without.
+optimized=$(< Cargo.toml)
+plain=${optimized%%\[profile*}
+[[ $optimized == *opt-level* && $plain == *burn-fp4* ]]
 cat > src/main.rs <<'EOF'
 use std::time::Instant;
 
@@ -65,7 +58,7 @@ profile() {
     local name=$1 manifest=$2 option=()
     shift 2
     option=("$@")
-    printf '%s\n%s\n' "$package" "$manifest" > Cargo.toml
+    printf '%s\n' "$manifest" > Cargo.toml
     cargo fetch --quiet
     rm -rf "$CARGO_TARGET_DIR"
     timed cargo build "${option[@]}"
@@ -74,11 +67,11 @@ profile() {
 }
 
 printf '{"profiles": [\n  '
-profile "debug" "$dependencies"
+profile "debug" "$plain"
 printf ',\n  '
-profile "debug, dependencies optimized" "$lines"
+profile "debug, dependencies optimized" "$optimized"
 printf ',\n  '
-profile "release" "$dependencies" --release
+profile "release" "$plain" --release
 
 cd burn-fp4
 cargo fetch --quiet --locked

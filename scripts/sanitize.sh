@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# Tests formats, files and the host engine with the address sanitizer. The engine runs with each
-# instruction set that this processor has. Needs nightly Rust on x86-64.
+# Tests formats, files, the host engine and memory that Burn is given with the address sanitizer.
+# The engine runs with each instruction set that this processor has. For x86-64.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=x86_64-unknown-linux-gnu
-export RUSTFLAGS="-Zsanitizer=address"
+# `RUSTC_BOOTSTRAP` allows the unstable option with stable Rust.
+export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address"
 # Line numbers in the sanitizer's reports.
 export CARGO_PROFILE_DEV_DEBUG=line-tables-only
 export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/sanitize"
-test() { cargo +nightly test --locked --target "$target" "$@"; }
+test() { cargo test --locked --target "$target" "$@"; }
 
 crates=(-p burn-fp4-formats -p burn-fp4-search -p burn-fp4-checkpoints)
 test --lib --tests "${crates[@]}"
+test --lib -p burn-fp4-ops
 for simd in generic avx2 avx512; do
     if [[ $simd == generic ]] || grep -qw "${simd/avx512/avx512f}" /proc/cpuinfo; then
         echo "== BURN_FP4_SIMD=$simd"

@@ -6,8 +6,10 @@ use std::process::Command;
 use burn_fp4::checkpoints::dialect::{self, Known, Program};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Method, ScaleRule};
+use tests::house::blocks::blocks;
 use tests::house::circles::circles;
 use tests::house::imports::Crate;
+use tests::house::runners::runs;
 use tests::house::{File, assert_kept, files, read, root};
 
 /// The crates, each allowed to depend on those before it.
@@ -30,6 +32,18 @@ const ERRORS_OF_THE_GUIDE: [(&str, &str); 4] = [
     ("ReplayError", "crates/modules/src/replay/mod.rs"),
     ("OpsError", "crates/ops/src/error.rs"),
 ];
+
+/// Folders and pages whose blocks are run.
+const PAGES: [&str; 5] = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/quantize-a-folder.md",
+    "docs/recipes/",
+    "crates/burn-fp4/src/guide/",
+];
+
+/// Folders of functions that users call: those of modules and of tensors.
+const CALLED: [&str; 2] = ["crates/modules/src/", "crates/ops/src/"];
 
 /// The most characters of a line.
 const COLUMNS: usize = 100;
@@ -267,6 +281,55 @@ fn the_readme_has_every_crate_and_its_links_lead_somewhere() {
 }
 
 #[test]
+fn links_of_the_guide_lead_to_files_and_to_documentation() {
+    const GUIDE: &str = "crates/burn-fp4/src/guide";
+    let links = read(&format!("{GUIDE}/links.txt"));
+    let definitions: Vec<_> = links.lines().filter_map(|line| line.split_once(": ")).collect();
+    assert!(definitions.len() > 50, "found {} definitions", definitions.len());
+    let mut broken = Vec::new();
+    for File { path, text } in files(GUIDE, ".md") {
+        if text.contains("](crate::") {
+            broken.push(format!("{path}: `](crate::..)` is no file: use `[label]`, and links.txt"));
+        }
+        for (label, target) in &definitions {
+            let begin = format!("{label}: ");
+            let defined: Vec<_> =
+                text.lines().filter_map(|line| line.strip_prefix(&begin)).collect();
+            let used = text.matches(label).count() - defined.len();
+            let [file] = defined[..] else {
+                if used + defined.len() > 0 {
+                    let defined = defined.len();
+                    broken.push(format!("{path}: {label} is used {used}, defined {defined} times"));
+                }
+                continue;
+            };
+            if used == 0 {
+                broken.push(format!("{path}: {label} is defined and not used: remove it"));
+            }
+            let page = target.strip_prefix("crate::guide::");
+            if page.is_some_and(|page| {
+                let (page, anchor) = page.split_at(page.find('#').unwrap_or(page.len()));
+                file != format!("{page}.md{anchor}")
+            }) {
+                broken.push(format!("{path}: {label} is another page than in links.txt"));
+            }
+            let there = root().join(GUIDE).join(file.split('#').next().unwrap_or_default());
+            if !there.exists() {
+                broken.push(format!("{path}: `{file}` does not exist"));
+            }
+        }
+        for line in text.lines().filter(|line| line.starts_with('[')) {
+            let label = line.split_once(": ").map(|(label, _)| label);
+            let defines = label.is_some_and(|label| label.ends_with(']'));
+            if defines && !definitions.iter().any(|(known, _)| Some(*known) == label) {
+                broken.push(format!("{path}: links.txt lacks `{line}`"));
+            }
+        }
+    }
+    assert_kept("links of the guide lead somewhere", broken);
+}
+
+#[test]
 fn lines_are_narrow() {
     // `cargo fmt` leaves comments and strings alone. Rows of tables cannot be broken, and neither
     // can web addresses.
@@ -323,6 +386,60 @@ fn named_paths(markdown: &str) -> Vec<&str> {
     let quoted = outside_blocks.flat_map(|text| text.split('`').skip(1).step_by(2));
     let folder = |path: &str| path.find('<').and_then(|name| path[..name].rfind('/'));
     quoted.filter(is_path).map(|path| folder(path).map_or(path, |end| &path[..end])).collect()
+}
+
+/// The list of all: `cargo test --test house blocks -- --nocapture`.
+#[test]
+fn all_blocks_of_the_documents_are_run_or_say_why_not() {
+    let pages = files("", ".md").into_iter().map(|file| file.path);
+    let pages: Vec<_> = pages.filter(|path| PAGES.iter().any(|at| path.starts_with(at))).collect();
+    let (runs, broken) = runs(&pages);
+    for run in &runs {
+        println!("{}:{}: `{}`: {}", run.page, run.part.line, run.part.text, run.runner);
+    }
+    assert!(runs.len() > 80, "found {} parts of blocks", runs.len());
+    assert_kept("all blocks of the documents are run", broken);
+}
+
+#[test]
+fn examples_call_every_function_of_modules_and_tensors() {
+    let mut code = String::new();
+    let mut add = |markdown: &str| {
+        for block in blocks(markdown).iter().filter(|block| block.is_doctest()) {
+            code.extend(block.lines.iter().flat_map(|line| [*line, "\n"]));
+        }
+    };
+    let sources = sources();
+    for file in &sources {
+        let lines = file.text.lines().map(str::trim_start);
+        let docs =
+            lines.filter_map(|line| line.strip_prefix("///").or_else(|| line.strip_prefix("//!")));
+        add(&docs.collect::<Vec<_>>().join("\n"));
+    }
+    files("crates/burn-fp4/src/guide", ".md").iter().for_each(|page| add(&page.text));
+    let is_part = |c: char| c.is_alphanumeric() || c == '_';
+    let called: BTreeSet<&str> = code.split(|c| !is_part(c)).collect();
+    let mut broken = Vec::new();
+    let mut count = 0;
+    for file in sources.iter().filter(|file| CALLED.iter().any(|at| file.path.starts_with(at))) {
+        // Backends, and what only the project's tests call, are for no user.
+        if file.path.starts_with("crates/ops/src/devices/") {
+            continue;
+        }
+        let mut hidden = false;
+        for line in file.text.lines().map(str::trim_start) {
+            let function = line.strip_prefix("pub const fn ").or(line.strip_prefix("pub fn "));
+            if let Some(name) = function.and_then(|rest| rest.split(|c| !is_part(c)).next()) {
+                count += 1;
+                if !hidden && !called.contains(name) {
+                    broken.push(format!("{}: no example calls `{name}`: add one", file.path));
+                }
+            }
+            hidden = line == "#[doc(hidden)]" || hidden && line.starts_with('#');
+        }
+    }
+    assert!(count > 150, "found {count} functions");
+    assert_kept("examples call every function of modules and tensors", broken);
 }
 
 #[test]

@@ -234,6 +234,13 @@ fn a_page_has_a_row_for_each_group_with_the_choice_marked_and_the_worst_first() 
         assert!(row.contains(&marked), "{row} does not mark {marked}");
     }
     assert!(page.contains("bits a value.</p>"), "{page}");
+    assert!(page.contains("Bars: error of the outputs; the longest is "), "{page}");
+
+    // Without a calibration errors of weights are all that is known.
+    let config = Fp4Config::nvfp4().unused(Unused::Report).share_scale(["query", "key"]);
+    let page = net.fp4_sensitivity(&config, &Candidate::DEFAULT).unwrap().html(None);
+    assert!(page.contains("Bars: error of the weights; the longest is "), "{page}");
+    assert!(rows(&page)[0].contains("width:100.00%"), "{page}");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use burn_fp4_search::quantize_with_amax;
 use tests::compare::{ROUNDING_OF_FACTORS, assert_bits, assert_near};
 use tests::engines::devices;
 use tests::inputs::{Kind, normals};
-use tests::modules::{Net, seeded};
+use tests::modules::{Net, seeded, unwrapped};
 use tests::tensors::{floats, random};
 
 fn two_layers(device: &Device) -> Net {
@@ -153,7 +153,7 @@ fn a_learned_scale_is_trained_recorded_and_converted() {
     let mut linear = seeded(LinearConfig::new(64, 64).with_bias(false).init(&device), 5);
     let config = Fp4Config::nvfp4().learn_tensor_scale();
     let report = linear.fake_quantize_fp4(&config).unwrap();
-    assert!(report.to_string().contains("tensor scale learned"), "{report}");
+    assert!(unwrapped(&report).contains("tensor scale learned"), "{report}");
     let learned = |linear: &Linear| {
         let fake = linear.weight.reparameterization::<FakeQuantWeight>().expect("attached");
         floats(fake.amax().expect("learned").val())[0]

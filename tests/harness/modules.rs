@@ -1,6 +1,8 @@
 //! Modules with the same parameters in every run. Burn's initializers cannot do that: tests that
 //! run in parallel share the random numbers of a device.
 
+use std::fmt::Display;
+
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, TensorData};
@@ -33,6 +35,11 @@ impl Net {
 /// normalizations stay.
 pub fn seeded<M: Module>(module: M, seed: u64) -> M {
     module.map(&mut Fill { seed, name: Vec::new() })
+}
+
+/// Returns what a report prints in one line, wherever it breaks lines.
+pub fn unwrapped(report: &impl Display) -> String {
+    report.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 struct Fill {

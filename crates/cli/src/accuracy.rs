@@ -328,7 +328,7 @@ impl Errors {
                 .to_owned();
         };
         let (mean, most) = (Percent(mean), Percent(worst.error_percent));
-        let mut text = format!("mean error {mean}, worst {most} {}", worst.name);
+        let mut text = format!("mean error {mean}, worst {most}, {}", worst.name);
         if let Some(outputs) = self.mean_output_percent {
             text.push_str(&format!("; mean error of outputs {}", Percent(outputs)));
             let known = self.weights.iter().filter(|weight| weight.output_error_percent.is_some());

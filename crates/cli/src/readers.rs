@@ -10,7 +10,7 @@ use crate::remarks::{Remarks, Warning};
 
 /// Every dialect and format that a program reads, with these programs.
 pub(crate) fn table() -> String {
-    let mut text = "Readers (* in a test; the others by the source of their loaders):".to_owned();
+    let mut text = "Readers (* in a test; the others according to their source):".to_owned();
     for dialect in written() {
         let mut name = dialect;
         for format in Fp4Format::ALL {

@@ -105,12 +105,28 @@ pub(crate) fn wrapped(text: &str, width: Option<u16>) -> String {
     text.split('\n').map(|line| broken_at_spaces(line, room)).collect::<Vec<_>>().join("\n")
 }
 
+/// Units, which stay on the line of their number.
+const UNITS: [&str; 5] = ["%", "kB", "MB", "GB", "TB"];
+
+/// Divides a text into words, a number and its unit together.
+fn words_of(text: &str) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
+    for word in text.split(' ') {
+        let is_unit = UNITS.contains(&word.trim_end_matches([',', ';', ':', '.', ')']));
+        match words.last_mut().filter(|_| is_unit) {
+            Some(number) => number.push_str(&format!(" {word}")),
+            None => words.push(word.to_owned()),
+        }
+    }
+    words
+}
+
 /// Breaks a line at spaces. Escape sequences, such as colors, take no room.
 fn broken_at_spaces(line: &str, room: usize) -> String {
     let words = line.trim_start_matches(' ');
     let indent = line.len() - words.len();
     let (mut text, mut used) = (" ".repeat(indent), indent);
-    for (at, word) in words.split(' ').enumerate() {
+    for (at, word) in words_of(words).iter().enumerate() {
         let length = length(word);
         if at > 0 && used + 1 + length > room {
             let indent = indent + GAP;
@@ -289,6 +305,10 @@ mod tests {
         assert_eq!(wrapped(line, None), line);
         let word = "w".repeat(40);
         assert_eq!(wrapped(&format!("a {word} b"), Some(30)), format!("a\n  {word}\n  b"));
+        // A number keeps its unit.
+        let line = "28 weights: mean error 8.16 %; 0.80 % of 510.3 kB, and more";
+        let broken = "28 weights: mean error\n  8.16 %; 0.80 % of\n  510.3 kB, and more";
+        assert_eq!(wrapped(line, Some(28)), broken);
         // Lines and their indents stay, and colors take no room.
         assert_eq!(wrapped("a\n\n  b c", Some(20)), "a\n\n  b c");
         let colored = "\u{1b}[31ma tip:\u{1b}[0m of 20 columns\n    of two words more";

@@ -575,7 +575,7 @@ fn what_cannot_be_compared_is_no_small_error() {
     }
     // A rounding is seen, and within a tolerance it is not a difference.
     let (code, table, _) = run(folder.path(), "compare row.safetensors near.safetensors");
-    let says = "largest error 9.5e-6 % a.weight: beyond the tolerance of 0 %\n";
+    let says = "largest error 9.5e-6 %, a.weight: beyond the tolerance of 0 %\n";
     assert!(code == 1 && table.ends_with(says), "{table}");
     let near = "compare row.safetensors near.safetensors --tolerance 0.0001";
     let table = succeeds(folder.path(), near);

@@ -1,4 +1,5 @@
-//! Every command of docs/quantize-a-folder.md and of the guide, run as it stands there.
+//! Every command of the README, of docs/quantize-a-folder.md and of the guide that begins with
+//! `fp4`, run as it stands there.
 
 mod model;
 
@@ -46,19 +47,37 @@ fn run(page: &str, folder: &Path) -> usize {
 
 #[cfg(unix)]
 #[test]
+fn the_commands_of_the_readme_do_what_it_says() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "Qwen3-8B", SMALL);
+    assert_eq!(run(&read("README.md"), folder.path()), 2);
+    assert!(folder.path().join("Qwen3-8B-NVFP4").exists());
+}
+
+#[cfg(unix)]
+#[test]
 fn the_commands_of_the_page_do_what_it_says() {
     let page = read("docs/quantize-a-folder.md");
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
+    model::gguf(&folder.path().join("model-f16.gguf"));
+    // Q6_K and Q4_K.
+    let mixed = [
+        model::records("token_embd.weight", 14, 16, 210),
+        model::records("blk.0.attn_q.weight", 12, 32, 144),
+    ];
+    model::write_gguf(&folder.path().join("model-Q4_K_M.gguf"), &mixed);
     let recipes = blocks(&page, "toml");
     assert_eq!(recipes.len(), 2);
     for (name, recipe) in ["recipe.toml", "mixed.toml"].iter().zip(&recipes) {
         fs::write(folder.path().join(name), recipe).expect("a recipe");
     }
-    assert_eq!(run(&page, folder.path()), 11);
+    assert_eq!(run(&page, folder.path()), 13);
     let all = [
         "model-nvfp4/tokenizer.json",
         "model.gguf",
+        "model-nvfp4.gguf",
+        "model-bf16",
         "model-mixed",
         "errors.html",
         "report.html",

@@ -6,15 +6,8 @@ use std::fs;
 use std::path::Path;
 
 use burn_fp4_checkpoints::Checkpoint;
-use model::{fails, run, succeeds};
+use model::{fails, records, run, succeeds};
 use tempfile::tempdir;
-
-/// Records whose f16 scales are finite, of a matrix.
-fn records(name: &str, kind: u32, rows: usize, bytes: usize) -> (String, Vec<usize>, u32, Vec<u8>) {
-    let mut random = model::random(u64::from(kind) + 50);
-    let byte = |_| ((random() + 0.5) * 64.0) as u8;
-    (name.to_owned(), vec![rows, 256], kind, (0..rows * bytes).map(byte).collect())
-}
 
 /// Writes a model in Q4_K, Q6_K and Q4_0, and a type that is not decoded if asked for.
 fn write(path: &Path, more: bool) {

@@ -204,7 +204,7 @@ fn weights_that_lose_much_are_warned_of_with_what_to_do() {
                 beyond its own; set `together = false` in a recipe, or pass --keep \
                 'layers.0.mlp.gate_proj.weight'";
     assert_eq!(warned.trim_end().lines().last(), Some(says));
-    assert!(said.contains("worst 100.00 % layers.0.mlp.up_proj.weight"), "{said}");
+    assert!(said.contains("worst 100.00 %, layers.0.mlp.up_proj.weight"), "{said}");
     let advised = "quantize model.safetensors --keep layers.0.mlp.gate_proj.weight --out advised";
     let (code, said, warned) = run(folder.path(), advised);
     assert!(code == 0 && !warned.contains("its error is"), "{warned}");

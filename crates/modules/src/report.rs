@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 /// Report of [`quantize_fp4`](crate::Fp4Module::quantize_fp4), or of one of its relatives, with an
 /// entry for every float parameter of a module.
 ///
-/// Displayed it is a table; serialized it has everything.
+/// Displayed it is a table, in which parameters of a repeated pattern are one row; `{:#}` has a row
+/// for each. Serialized it has everything.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -142,6 +143,20 @@ impl SquaredError {
     }
 
     /// Returns `sqrt(error / energy)`: 0 without any error, NaN if the energy is infinite.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module, Outcome};
+    ///
+    /// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+    /// let report = layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// let weight = report.get("weight").unwrap();
+    /// if let Outcome::Quantized { weight_error, .. } = &weight.outcome {
+    ///     assert_eq!(weight.relative_error(), Some(weight_error.relative()));
+    /// }
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     pub fn relative(&self) -> f64 {
         // Rounding may leave less than 0 of a sum.
         if self.error <= 0.0 {
@@ -154,7 +169,7 @@ impl SquaredError {
     }
 
     /// Adds up errors of several weights; nothing without any.
-    fn sum(errors: impl Iterator<Item = Self>) -> Option<Self> {
+    pub(crate) fn sum(errors: impl Iterator<Item = Self>) -> Option<Self> {
         errors.reduce(|sum, one| Self {
             error: sum.error + one.error,
             energy: sum.energy + one.energy,
@@ -319,6 +334,24 @@ impl ParameterReport {
     /// has measured it: for other methods it would take as long as their search. Sums are f64 on
     /// CPUs. On other devices they are f32: terms that cancel leave a small error imprecise, and 0
     /// if rounding makes the sum negative.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_fp4_modules::{Calibration, Fp4Config, Fp4Module, Method};
+    ///
+    /// let device = Device::flex();
+    /// let mut layer = LinearConfig::new(64, 32).init(&device);
+    /// let inputs = Tensor::<2>::random([256, 64], Distribution::Normal(0.0, 1.0), &device);
+    /// let mut calibration = Calibration::new();
+    /// calibration.add("weight", 0, inputs)?;
+    /// let config = Fp4Config::nvfp4().method(Method::GPTQ).with_calibration(&calibration);
+    /// let report = layer.quantize_fp4(&config)?;
+    /// let error = report.get("weight").unwrap().relative_output_error();
+    /// assert!(error.unwrap() < 0.2);
+    /// assert_eq!(report.relative_output_error(), error); // of the only layer
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     pub fn relative_output_error(&self) -> Option<f64> {
         self.output_error().map(|error| error.relative())
     }
@@ -333,7 +366,7 @@ impl ParameterReport {
         }
     }
 
-    fn weight_error(&self) -> Option<SquaredError> {
+    pub(crate) fn weight_error(&self) -> Option<SquaredError> {
         match self.outcome {
             Outcome::Quantized { weight_error, .. } => Some(weight_error),
             Outcome::Provided { weight_error, .. } => weight_error,

@@ -3,31 +3,38 @@
 use core::fmt;
 
 use burn_fp4_ops::{Fp4Format, MatmulPath};
-use comfy_table::{CellAlignment, Table, presets};
+use burn_fp4_policy::fold::{Folded, fold};
+use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
 use crate::config::Fp4Config;
-use crate::report::{Fp4Report, KeepReason, Outcome, ParameterReport};
+use crate::report::{Fp4Report, KeepReason, Outcome, ParameterReport, SquaredError};
 
 /// Columns of a terminal.
-pub(crate) const WIDTH: usize = 80;
+const WIDTH: usize = 80;
+/// Spaces between columns, and at the beginning of a line that goes on.
+const GAP: usize = 2;
+
+/// A line below the header, and nothing else: names are long, and borders take their place.
+const STYLE: TableStyle =
+    TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
 
 impl fmt::Display for Fp4Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rows = self.parameters.iter().map(row);
+        let rows = self.rows(f.alternate());
         let table = match self.relative_output_error() {
-            Some(_) => {
-                let header = ["parameter", "shape", "outcome", "weight %", "output %"];
-                table(header, rows.collect(), 3)
-            }
+            Some(_) => table(["parameter", "shape", "outcome", "weight %", "output %"], rows, 3),
             None => {
+                let rows = rows.into_iter();
                 let rows =
                     rows.map(|[path, shape, outcome, error, _]| [path, shape, outcome, error]);
                 table(["parameter", "shape", "outcome", "error %"], rows.collect(), 3)
             }
         };
-        writeln!(f, "{table}")?;
-        self.totals(f)?;
-        self.notes(f)
+        let mut lines = String::new();
+        self.totals(&mut lines)?;
+        self.notes(&mut lines)?;
+        let lines: Vec<_> = lines.lines().map(wrapped).collect();
+        write!(f, "{table}\n\n{}", lines.join("\n"))
     }
 }
 
@@ -37,27 +44,45 @@ pub(crate) fn table<const N: usize>(
     header: [&str; N],
     mut rows: Vec<[String; N]>,
     figures: usize,
-) -> Table {
+) -> String {
     let width = |at: usize| {
         let cells = rows.iter().flat_map(|row| row[at].lines()).map(|line| line.chars().count());
         cells.max().unwrap_or(0).max(header[at].len())
     };
-    // A cell has a space on both sides and a line behind it.
-    let others: usize = (1..N).map(width).sum::<usize>() + 3 * N + 1;
+    let others: usize = (1..N).map(|at| GAP + width(at)).sum();
     let left = WIDTH.saturating_sub(others).max(header[0].len());
     for row in &mut rows {
         let lines: Vec<_> = row[0].lines().map(|line| end_of(line, left)).collect();
         row[0] = lines.join("\n");
     }
     let mut table = Table::new();
-    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header);
-    table.add_rows(rows);
-    for column in figures..N {
-        if let Some(column) = table.column_mut(column) {
+    table.load_style(STYLE).set_header(header).add_rows(rows);
+    for (at, column) in table.column_iter_mut().enumerate() {
+        // The style separates columns by one more.
+        column.set_padding((0, if at + 1 < N { GAP as u16 - 1 } else { 0 }));
+        if at >= figures {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
-    table
+    table.trim_fmt()
+}
+
+/// Breaks a line at spaces to fit a terminal. What follows a break is indented.
+fn wrapped(line: &str) -> String {
+    let (mut text, mut used) = (String::new(), 0);
+    for (at, word) in line.split(' ').enumerate() {
+        let length = word.chars().count();
+        if at > 0 && used + 1 + length > WIDTH {
+            text.push_str("\n  ");
+            used = GAP;
+        } else if at > 0 {
+            text.push(' ');
+            used += 1;
+        }
+        text.push_str(word);
+        used += length;
+    }
+    text
 }
 
 /// The end of a name that is longer than a width.
@@ -70,16 +95,19 @@ fn end_of(name: &str, width: usize) -> String {
     format!("…{end}")
 }
 
-/// Returns the cells of a parameter, with an empty one for an error that is not known.
-fn row(parameter: &ParameterReport) -> [String; 5] {
-    let percent =
-        |error: Option<f64>| error.map_or(String::new(), |error| format!("{:.3}", 100.0 * error));
+/// Returns the cells of parameters of one pattern, with an empty one for an error that is not
+/// known. Errors are those of all their values.
+fn row(folded: &Folded, members: &[&ParameterReport]) -> [String; 5] {
+    let percent = |of: fn(&ParameterReport) -> Option<SquaredError>| {
+        let error = SquaredError::sum(members.iter().filter_map(|one| of(one)));
+        error.map_or(String::new(), |error| format!("{:.3}", 100.0 * error.relative()))
+    };
     [
-        parameter.path.clone(),
-        format!("{:?}", parameter.shape),
-        outcome(parameter),
-        percent(parameter.relative_error()),
-        percent(parameter.relative_output_error()),
+        folded.name.clone(),
+        folded.shape(&members[0].shape),
+        outcome(members[0]),
+        percent(ParameterReport::weight_error),
+        percent(ParameterReport::output_error),
     ]
 }
 
@@ -118,7 +146,7 @@ fn details(parameter: &ParameterReport) -> Option<String> {
                 .as_ref()
                 .map_or(String::new(), |reason| format!(" instead of {asked} ({reason})"));
             format!(
-                "{}, blocks of {}, rule {}, {}{fallback}, along axis {axis}",
+                "{}, blocks of {}, rule {}, method {}{fallback}, along axis {axis}",
                 name(scheme.format()),
                 scheme.block_size,
                 scheme.rule,
@@ -131,7 +159,7 @@ fn details(parameter: &ParameterReport) -> Option<String> {
         Outcome::FakeQuantized { scheme, axis, learned } => {
             let learned = if *learned { ", tensor scale learned" } else { "" };
             format!(
-                "trained as {}, blocks of {}, rule {}, {}, along axis {axis}{learned}",
+                "trained as {}, blocks of {}, rule {}, method {}, along axis {axis}{learned}",
                 name(scheme.format()),
                 scheme.block_size,
                 scheme.rule,
@@ -179,8 +207,30 @@ fn size(bytes: usize) -> String {
 }
 
 impl Fp4Report {
+    /// The rows of the table: one for each pattern of parameters with the same outcome, or for each
+    /// parameter.
+    fn rows(&self, all: bool) -> Vec<[String; 5]> {
+        let parameters = self.parameters.iter();
+        let folded: Vec<Folded> = match all {
+            true => {
+                let alone = |(at, one): (usize, &ParameterReport)| Folded::alone(&one.path, at);
+                parameters.enumerate().map(alone).collect()
+            }
+            false => fold(parameters.map(|one| {
+                // A scheme or axis that only a note tells; layers of a reason may differ.
+                let is_kept = matches!(one.outcome, Outcome::Kept { .. });
+                let details = details(one).filter(|_| !is_kept);
+                (one.path.as_str(), (&one.shape, outcome(one), details))
+            })),
+        };
+        let members = |folded: &Folded| -> Vec<_> {
+            folded.members.iter().map(|&at| &self.parameters[at]).collect()
+        };
+        folded.iter().map(|folded| row(folded, &members(folded))).collect()
+    }
+
     /// The lines below the table.
-    fn totals(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn totals(&self, f: &mut impl fmt::Write) -> fmt::Result {
         let parameters = self.parameters.len();
         let count = |is: fn(&Outcome) -> bool| {
             self.parameters.iter().filter(|parameter| is(&parameter.outcome)).count()
@@ -206,12 +256,18 @@ impl Fp4Report {
                 write!(f, ", of outputs {:.3} %", 100.0 * error)?;
             }
             write!(f, ", {bits:.3} bits per weight")?;
+            let errors = self.parameters.iter();
+            let errors = errors.filter_map(|one| Some((one, one.relative_error()?)));
+            let worst = errors.max_by(|(_, a), (_, b)| a.total_cmp(b));
+            if let Some((worst, error)) = worst.filter(|_| quantized > 1) {
+                write!(f, "\nworst: `{}`, error {:.3} %", worst.path, 100.0 * error)?;
+            }
         }
         if merged > 0 {
             write!(f, "\n{merged} dense weights merged with their adapters")?;
         }
         let (after, before) = (self.bytes_after(), self.bytes_before());
-        write!(f, "\n{} of {}", size(after), size(before))?;
+        write!(f, "\n{} -> {}", size(before), size(after))?;
         if before > 0 {
             write!(f, " ({:.0} %)", 100.0 * after as f64 / before as f64)?;
         }
@@ -222,7 +278,7 @@ impl Fp4Report {
     }
 
     /// Notes below the totals: how weights were quantized, what is slow and what nothing uses.
-    fn notes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn notes(&self, f: &mut impl fmt::Write) -> fmt::Result {
         let slow = |parameter: &ParameterReport| match parameter.products() {
             None | Some(MatmulPath::FromCodes) => None,
             Some(products) => Some(products.to_string()),
@@ -250,7 +306,7 @@ impl Fp4Report {
     /// A line for each note, with the parameters that it is about.
     fn grouped(
         &self,
-        f: &mut fmt::Formatter<'_>,
+        f: &mut impl fmt::Write,
         note: impl Fn(&ParameterReport) -> Option<String>,
     ) -> fmt::Result {
         let mut lines: Vec<(String, Vec<&str>)> = Vec::new();
@@ -271,7 +327,7 @@ impl Fp4Report {
     }
 
     /// The line about groups of weights that share a tensor scale.
-    fn sharing(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn sharing(&self, f: &mut impl fmt::Write) -> fmt::Result {
         let mut groups: Vec<&str> = Vec::new();
         for parameter in &self.parameters {
             if let Outcome::Quantized { shares_scale_with: Some(group), .. } = &parameter.outcome

@@ -173,6 +173,16 @@ impl Calibration {
     }
 
     /// Statistics of the inputs that are contracted with this axis of a slice of a weight.
+    ///
+    /// ```
+    /// use burn_fp4_modules::{Calibration, ops::Gram};
+    ///
+    /// let mut calibration = Calibration::new();
+    /// calibration.insert_slice("experts", 1, 7, Gram::of(&[1.0; 2 * 64], 64)?);
+    /// assert_eq!(calibration.get_slice("experts", 1, 7).unwrap().rows(), 2);
+    /// assert!(calibration.get_slice("experts", 1, 6).is_none());
+    /// # Ok::<(), burn_fp4_modules::ops::search::SearchError>(())
+    /// ```
     pub fn get_slice(&self, path: &str, axis: usize, slice: usize) -> Option<&Gram> {
         self.grams.get(&(path.to_owned(), axis, slice)).map(|gram| &**gram)
     }
@@ -191,6 +201,22 @@ impl Calibration {
     }
 
     /// Paths of matrices that the forward pass multiplies nothing by, such as embeddings.
+    ///
+    /// ```
+    /// use burn::nn::{EmbeddingConfig, LinearConfig};
+    /// use burn::tensor::{Device, Int, Tensor};
+    /// use burn_fp4_modules::Calibration;
+    ///
+    /// let device = Device::flex();
+    /// let embedding = EmbeddingConfig::new(10, 64).init(&device);
+    /// let model = (embedding, LinearConfig::new(64, 32).init(&device));
+    /// let calibration = Calibration::of(&model)
+    ///     .run([Tensor::<2, Int>::ones([1, 4], &device)], |(embedding, linear), tokens| {
+    ///         linear.forward(embedding.forward(tokens))
+    ///     })?;
+    /// assert_eq!(calibration.unreached().collect::<Vec<_>>(), ["0.weight"]);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     pub fn unreached(&self) -> impl Iterator<Item = &str> {
         self.unreached.iter().map(String::as_str)
     }

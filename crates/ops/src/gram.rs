@@ -100,6 +100,17 @@ impl GramSum {
 
     /// Begins a sum for the blocks along the diagonal.
     ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_ops::GramSum;
+    ///
+    /// let mut sum = GramSum::in_blocks(4, 2)?;
+    /// sum.add(Tensor::<2>::from_floats([[1.0, 2.0, 3.0, 4.0]], &Device::flex()))?;
+    /// let gram = sum.finish()?;
+    /// assert_eq!((gram.get(2, 3), gram.get(1, 2)), (Some(12.0), None)); // of other blocks
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
+    ///
     /// # Errors
     /// [`OpsError::Search`] if the blocks do not divide the channels.
     pub fn in_blocks(channels: usize, block_size: usize) -> Result<Self, OpsError> {

@@ -30,6 +30,7 @@ use crate::error::OpsError;
 /// recorded.graph.operations.iter().for_each(|operation| interpreter.run(operation));
 /// let product = recorded.graph.operations.iter().flat_map(|made| made.outputs()).last().unwrap();
 /// assert_eq!(interpreter.matrix(product).into_data(), TensorData::from([[3f32, -6.0]]));
+/// interpreter.forget(product); // frees its memory
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
 /// ```
 #[derive(Debug)]

@@ -276,6 +276,17 @@ impl<const D: usize> Fp4Tensor<D> {
     }
 
     /// Moves the tensor to another device, bits unchanged.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_ops::{Fp4Scheme, quantize};
+    ///
+    /// let device = Device::flex();
+    /// let packed = quantize(Tensor::<1>::ones([32], &device), 0, &Fp4Scheme::mxfp4())?;
+    /// let moved = packed.to_device(&device); // or another one
+    /// assert_eq!(moved.device(), device);
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
     pub fn to_device(self, device: &Device) -> Self {
         Self {
             codes: without_padding(self.codes.to_device(device)),

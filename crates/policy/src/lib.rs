@@ -32,6 +32,7 @@
 //! | `reason.rs` | [`Reason`]: why a weight is kept |
 //! | `pattern.rs` | [`Pattern`]: a name pattern in everyone's syntax; [`Patterns`]: a list |
 //! | `nearest.rs` | the pattern that a user may have meant |
+//! | `fold.rs` | names that differ in numbers as one, for tables |
 //! | `error.rs` | [`RecipeError`], [`PolicyError`] |
 
 #![warn(missing_debug_implementations)]
@@ -40,6 +41,7 @@
 mod decide;
 mod error;
 mod families;
+pub mod fold;
 mod nearest;
 mod pattern;
 mod preset;

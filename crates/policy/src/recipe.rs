@@ -215,6 +215,14 @@ impl Recipe {
 
     /// Returns the layers at the start and at the end that stay dense, of a model with `count`. The
     /// first range may go on behind the last layer: files may have layers that no config counts.
+    ///
+    /// ```
+    /// use burn_fp4_policy::Recipe;
+    ///
+    /// let recipe = Recipe::parse("last-layers-high-precision = 2")?;
+    /// assert_eq!(recipe.dense_layers(32), [0..0, 30..32]);
+    /// # Ok::<(), burn_fp4_policy::RecipeError>(())
+    /// ```
     #[must_use]
     pub fn dense_layers(&self, count: usize) -> [Range<usize>; 2] {
         let first = self.first_layers_high_precision.unwrap_or(0);

@@ -11,6 +11,22 @@ use crate::matrix::{Matrix, add_product};
 /// Holds `X^T X` of activations `X [rows, channels]`, summed in f64 over any number of batches: the
 /// whole matrix, which GPTQ needs, or only the blocks along its diagonal, which the searches by
 /// Hessian need.
+///
+/// ```
+/// use burn_fp4_search::Gram;
+///
+/// let mut gram = Gram::of(&[1.0, 2.0], 2)?; // an activation of two channels
+/// gram.merge(&Gram::of(&[3.0, 0.0], 2)?)?; // of another batch
+/// assert_eq!((gram.rows(), gram.amax(), gram.get(0, 1)), (2, 3.0, Some(2.0)));
+/// assert!(gram.diagonal().eq([10.0, 4.0]));
+/// // Weights [1, 1] make 3 of both activations.
+/// assert_eq!(gram.squared_outputs(&[1.0, 1.0])?, 9.0 + 9.0);
+///
+/// let mut blocks = Gram::in_blocks(4, 2)?;
+/// blocks.add(&[1.0, 2.0, 3.0, 4.0])?;
+/// assert_eq!((blocks.get(2, 3), blocks.get(1, 2)), (Some(12.0), None));
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gram {
     layout: GramLayout,

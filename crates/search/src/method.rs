@@ -23,6 +23,7 @@ use crate::gptq::Gptq;
 /// let method = Method::Gptq(Gptq { damping: 0.1, ..Gptq::DEFAULT });
 /// assert_eq!(method.to_string(), "gptq (damping 0.1)");
 /// assert_eq!(Method::default(), Method::SSE);
+/// assert!(method.needs_inputs() && !Method::SSE.needs_inputs());
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(into = "Written")]

@@ -120,6 +120,14 @@ impl Fp4Scheme {
     }
 
     /// Sets the rounding of elements to codes.
+    ///
+    /// ```
+    /// use burn_fp4_search::{Draw, Fp4Scheme, Rounding};
+    ///
+    /// let draw = Draw { seed: 1, step: 0 };
+    /// let gradients = Fp4Scheme::nvfp4().with_rounding(Rounding::Stochastic(draw));
+    /// assert!(gradients.validate().is_ok());
+    /// ```
     pub const fn with_rounding(mut self, rounding: Rounding) -> Self {
         self.rounding = rounding;
         self
@@ -133,6 +141,15 @@ impl Fp4Scheme {
 
     /// Sets the amax that the tensor scale is made from, which a method has chosen: what is left to
     /// choose are block scales and codes.
+    ///
+    /// ```
+    /// use burn_fp4_search::{Fp4Scheme, Method, Sse, TensorScaling};
+    ///
+    /// let search = Fp4Scheme::nvfp4().with_method(Method::Sse(Sse::TensorScale));
+    /// let chosen = search.with_chosen_amax(5.25);
+    /// assert_eq!(chosen.tensor_scale, TensorScaling::Amax(5.25));
+    /// assert_eq!(chosen.method, Method::SSE);
+    /// ```
     pub const fn with_chosen_amax(self, amax: f32) -> Self {
         let scheme = self.with_tensor_scale(TensorScaling::Amax(amax));
         match self.method {
@@ -142,6 +159,14 @@ impl Fp4Scheme {
     }
 
     /// Sets a tensor scale of 1 if the format has one, for files that have no place for another.
+    ///
+    /// ```
+    /// use burn_fp4_search::{Fp4Scheme, quantize};
+    ///
+    /// let packed = quantize(&[1.5; 16], 1, 16, &Fp4Scheme::nvfp4().without_tensor_scale())?;
+    /// assert_eq!(packed.tensor_scale.of_row(0), 1.0);
+    /// # Ok::<(), burn_fp4_search::SearchError>(())
+    /// ```
     pub const fn without_tensor_scale(self) -> Self {
         match self.rule.row().tensor_scale {
             true => self.with_tensor_scale(TensorScaling::Multiplier(1.0)),
@@ -150,6 +175,13 @@ impl Fp4Scheme {
     }
 
     /// Sets the reaction to NaN and infinity.
+    ///
+    /// ```
+    /// use burn_fp4_search::{Fp4Scheme, NonFinite};
+    ///
+    /// let scheme = Fp4Scheme::nvfp4().with_non_finite(NonFinite::FollowReference);
+    /// assert_eq!(scheme.non_finite, NonFinite::FollowReference); // a NaN is no error
+    /// ```
     pub const fn with_non_finite(mut self, non_finite: NonFinite) -> Self {
         self.non_finite = non_finite;
         self

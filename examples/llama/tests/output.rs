@@ -27,11 +27,9 @@ fn out(name: &str) -> PathBuf {
     path
 }
 
-/// Checks that lines fit 80 columns, but for lines with a path of this test, and for notes of a
-/// report, which begin with the path of a weight.
+/// Checks that lines fit 80 columns, but for lines with a path of this test.
 fn assert_narrow(output: &str) {
-    let has_path =
-        |line: &&str| line.contains(env!("CARGO_TARGET_TMPDIR")) || line.starts_with('`');
+    let has_path = |line: &&str| line.contains(env!("CARGO_TARGET_TMPDIR"));
     for line in output.lines().filter(|line| !has_path(line)) {
         assert!(line.chars().count() <= 80, "{line}");
     }

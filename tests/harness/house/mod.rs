@@ -3,8 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+pub mod blocks;
 pub mod circles;
 pub mod imports;
+pub mod runners;
 
 /// A file of the project.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -23,53 +23,70 @@
 //! | [`numerics`]    | bits of the formats, and why engines agree                 |
 //! | [`burn_quantization`] | Burn's own quantized tensors, converted               |
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("quantize.md")]
 pub mod quantize {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("serve.md")]
 pub mod serve {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("accuracy.md")]
 pub mod accuracy {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("speed.md")]
 pub mod speed {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("cpu_layers.md")]
 pub mod cpu_layers {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("fine_tune.md")]
 pub mod fine_tune {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("faq.md")]
 pub mod faq {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("glossary.md")]
 pub mod glossary {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("methods.md")]
 pub mod methods {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("calibrate.md")]
 pub mod calibrate {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("sensitivity.md")]
 pub mod sensitivity {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("files.md")]
 pub mod files {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("readers.md")]
 pub mod readers {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("records.md")]
 pub mod records {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("errors.md")]
 pub mod errors {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("numerics.md")]
 pub mod numerics {}
 
+#[doc = include_str!("links.txt")]
 #[doc = include_str!("burn_quantization.md")]
 pub mod burn_quantization {}

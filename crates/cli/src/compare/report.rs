@@ -171,10 +171,10 @@ impl Report {
         let mut text = match worst.relation {
             Relation::Same => "all values that were compared are the same".to_owned(),
             Relation::Within => {
-                format!("largest error {error} {name}: within the tolerance of {tolerance}")
+                format!("largest error {error}, {name}: within the tolerance of {tolerance}")
             }
             Relation::Different | Relation::NotComparable => {
-                format!("largest error {error} {name}: beyond the tolerance of {tolerance}")
+                format!("largest error {error}, {name}: beyond the tolerance of {tolerance}")
             }
         };
         if self.not_comparable > 0 {

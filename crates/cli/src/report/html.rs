@@ -89,20 +89,24 @@ fn texts(report: &Report) -> String {
 }
 
 fn weights(rows: &[Row]) -> String {
+    let has_outputs = rows.iter().any(|row| row.output_error_percent.is_some());
+    let outputs = |cell: String| if has_outputs { cell } else { String::new() };
     let mut html = String::from(
         "<div class=\"wide\"><table>\n<tr><th>weight</th><th>format</th>\
          <th class=\"number\">bits</th><th class=\"number\">saturated blocks</th>\
-         <th class=\"number\">error</th><th class=\"number\">error of outputs</th></tr>\n",
+         <th class=\"number\">error</th>",
     );
+    html += &outputs("<th class=\"number\">error of outputs</th>".to_owned());
+    html += "</tr>\n";
     for row in rows {
         let percent = |error: Option<f64>| error.map_or(String::new(), |e| Percent(e).to_string());
         let errors = match &row.problem {
             Some(problem) => format!("<td colspan=\"2\">{}</td>", escaped(problem)),
-            None => format!(
-                "<td class=\"number\">{}</td><td class=\"number\">{}</td>",
-                percent(row.error_percent),
-                percent(row.output_error_percent)
-            ),
+            None => {
+                let of_outputs = percent(row.output_error_percent);
+                let of_outputs = outputs(format!("<td class=\"number\">{of_outputs}</td>"));
+                format!("<td class=\"number\">{}</td>{of_outputs}", percent(row.error_percent))
+            }
         };
         let blocks = match row.blocks {
             0 => String::new(),

@@ -90,7 +90,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     output.write(&report)?;
     if !output.json {
         let [model, reference] = [model, reference].map(|path| quoted(&path.display().to_string()));
-        let next = format!("next: llama report {model} --reference {reference}");
+        let next = format!(
+            "next: llama report {model} --reference {reference} (the example `llama`, for the \
+             perplexity of Llama, Mistral and Qwen)"
+        );
         print(&wrapped(&next, width()))?;
     }
     Ok(())

@@ -207,5 +207,5 @@ fn readers(report: &Report) -> String {
         format!("{}{star} ({})", reader.program, reader.format)
     });
     let all = all.collect::<Vec<_>>().join(", ");
-    format!("readers: {all}; * in a test, the others by the source of their loaders")
+    format!("readers: {all}; * in a test, the others according to their source")
 }

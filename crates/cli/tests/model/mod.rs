@@ -188,7 +188,7 @@ pub(crate) fn gguf(path: &Path) {
         ("blk.0.ffn_down.weight", &[128, 192]),
         ("blk.0.ffn_up.weight", &[192, 96]),
     ];
-    let mut data: Vec<(String, Vec<usize>, u32, Vec<u8>)> = Vec::new();
+    let mut data: Vec<GgufTensor> = Vec::new();
     for (at, (name, shape)) in shapes.iter().enumerate() {
         let values = values(shape.iter().product(), at as u64 + 70);
         let (kind, bytes) = match shape.len() {
@@ -200,8 +200,18 @@ pub(crate) fn gguf(path: &Path) {
     write_gguf(path, &data);
 }
 
-/// Writes a GGUF file of tensors: name, shape, number of the type, bytes.
-pub(crate) fn write_gguf(path: &Path, tensors: &[(String, Vec<usize>, u32, Vec<u8>)]) {
+/// A tensor of a GGUF file: name, shape, number of the type, bytes.
+pub(crate) type GgufTensor = (String, Vec<usize>, u32, Vec<u8>);
+
+/// Records of a quantized type whose f16 scales are finite, of a matrix with 256 columns.
+pub(crate) fn records(name: &str, kind: u32, rows: usize, bytes: usize) -> GgufTensor {
+    let mut random = random(u64::from(kind) + 50);
+    let byte = |_| ((random() + 0.5) * 64.0) as u8;
+    (name.to_owned(), vec![rows, 256], kind, (0..rows * bytes).map(byte).collect())
+}
+
+/// Writes a GGUF file of tensors.
+pub(crate) fn write_gguf(path: &Path, tensors: &[GgufTensor]) {
     let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
     let mut file = b"GGUF\x03\0\0\0".to_vec();
     file.extend((tensors.len() as u64).to_le_bytes());

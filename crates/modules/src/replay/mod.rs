@@ -259,6 +259,17 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     }
 
     /// How many captures there are.
+    ///
+    /// ```
+    /// use burn::nn::Relu;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::Replay;
+    ///
+    /// let mut replay = Replay::new(Relu::new(), |relu: &Relu, x: Tensor<1>| relu.forward(x));
+    /// replay.run(Tensor::ones([2], &Device::flex()))?;
+    /// assert_eq!(replay.captures(), 0); // a CPU runs the pass; CUDA has a capture now
+    /// # Ok::<(), burn_fp4_modules::ReplayError>(())
+    /// ```
     pub fn captures(&self) -> usize {
         self.captures.len()
     }
@@ -352,6 +363,20 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
 
     /// Runs the pass without capturing it, for inputs of shapes that come once, such as a prompt.
     /// Forgets the captures.
+    ///
+    /// ```
+    /// use burn::nn::Relu;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::Replay;
+    ///
+    /// let device = Device::flex();
+    /// let sum = |_: &Relu, total: Tensor<1>, x: Tensor<1>| (total + x.clone().sum(), x);
+    /// let mut replay = Replay::with_state(Relu::new(), Tensor::zeros([1], &device), sum);
+    /// replay.run_once(Tensor::ones([5], &device))?; // a prompt of five tokens
+    /// replay.run(Tensor::ones([1], &device))?; // then one at a time
+    /// assert_eq!(replay.state()?.into_scalar::<f32>(), 6.0);
+    /// # Ok::<(), burn_fp4_modules::ReplayError>(())
+    /// ```
     ///
     /// # Errors
     /// [`ReplayError::State`] and [`ReplayError::Lost`], as [`run`](Self::run).

@@ -26,6 +26,7 @@ td div { height: 1.5em; white-space: nowrap; }
 .bar div div { height: 0.8em; position: relative; top: 0.35em; }
 .bar0 { background: var(--bar0); } .bar1 { background: var(--bar1); }
 .bar2 { background: var(--bar2); } .chosen { font-weight: bold; }
+footer { margin-top: 2rem; font-size: 0.85rem; color: var(--soft); }
 ";
 
 /// Colours of candidates; more of them begin again.
@@ -40,18 +41,70 @@ impl Sensitivity {
     }
 }
 
-/// Renders the page. Bars are as long as the square root of the error that candidates are compared
-/// by.
+/// The error that bars show: the one that is known and says most.
+#[derive(Clone, Copy)]
+enum Shown {
+    Loss,
+    Outputs,
+    Weights,
+}
+
+impl Shown {
+    fn of(sensitivity: &Sensitivity) -> Self {
+        // Dense candidates have errors of 0 whether others are known or not.
+        let any = |is: fn(&CandidateSensitivity) -> bool| {
+            let all = sensitivity.groups.iter().flat_map(|group| &group.candidates);
+            all.filter(|one| one.candidate != Candidate::Dense).any(is)
+        };
+        match (any(|one| one.loss.is_some()), any(|one| one.output_error.is_some())) {
+            (true, _) => Self::Loss,
+            (false, true) => Self::Outputs,
+            (false, false) => Self::Weights,
+        }
+    }
+
+    /// Returns the square root of the error of a candidate, if it is known.
+    fn root(self, one: &CandidateSensitivity) -> Option<f64> {
+        let error = match self {
+            Self::Loss => one.loss,
+            Self::Outputs => one.output_error,
+            Self::Weights => Some(one.weight_error),
+        };
+        error.map(|error| error.max(0.0).sqrt()).filter(|root| root.is_finite())
+    }
+
+    /// Describes the bars, the longest of which is `most` long.
+    fn legend(self, most: f64) -> String {
+        match self {
+            Self::Loss => format!(
+                "Bars: square root of the expected growth of the loss; the longest is a growth of \
+                 {:.3e}.",
+                most * most
+            ),
+            Self::Outputs => {
+                format!("Bars: error of the outputs; the longest is {:.3} %.", 100.0 * most)
+            }
+            Self::Weights => {
+                format!("Bars: error of the weights; the longest is {:.3} %.", 100.0 * most)
+            }
+        }
+    }
+}
+
+/// Renders the page.
 fn page(sensitivity: &Sensitivity, choice: Option<&BudgetChoice>) -> String {
-    let errors = sensitivity.groups.iter().flat_map(|group| &group.candidates);
-    let most = errors.filter_map(|one| one.error()).fold(0.0, f64::max).sqrt();
+    let shown = Shown::of(sensitivity);
+    let largest = |group: &GroupSensitivity| {
+        group.candidates.iter().filter_map(|one| shown.root(one)).fold(0.0, f64::max)
+    };
+    let most = sensitivity.groups.iter().map(largest).fold(0.0, f64::max);
     let chosen = |at: usize| choice.and_then(|choice| choice.candidates.get(at));
     let mut groups: Vec<_> = sensitivity.groups.iter().enumerate().collect();
     groups.sort_by(|(_, a), (_, b)| largest(b).total_cmp(&largest(a)));
     let mut body = String::new();
     for (at, group) in groups {
         let chosen = chosen(at).map(|one| one.candidate);
-        body.push_str(&row_of(group, chosen, most));
+        body.push_str(&row_of(group, chosen, |one| shown.root(one).unwrap_or(0.0) / most));
     }
     let budget = choice.map_or(String::new(), |choice| {
         format!(" Bold: the choice, {:.3} bits a value.", choice.bits_per_weight)
@@ -59,29 +112,29 @@ fn page(sensitivity: &Sensitivity, choice: Option<&BudgetChoice>) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <title>FP4 sensitivity</title>\n<style>{STYLE}</style>\n</head>\n<body>\n\
-         <h1>What FP4 costs each weight</h1>\n\
-         <p>{} groups, {} values, the largest errors first. Bars: the growth of the loss if it is \
-         known, otherwise the error of the outputs; both as square roots.{budget}</p>\n\
+         <title>Sensitivity to FP4</title>\n<style>{STYLE}</style>\n</head>\n<body>\n\
+         <h1>Error of each weight in FP4</h1>\n\
+         <p>{} groups, {} values, the largest errors first. {}{budget}</p>\n\
          <div class=\"wide\"><table>\n<thead><tr><th>weights</th><th>format</th><th></th>\
          <th class=\"number\">bits</th><th class=\"number\">weight error %</th>\
          <th class=\"number\">output error %</th><th class=\"number\">loss</th></tr></thead>\n\
-         <tbody>\n{body}</tbody>\n</table></div>\n</body>\n</html>\n",
+         <tbody>\n{body}</tbody>\n</table></div>\n<footer>burn-fp4 {}</footer>\n</body>\n\
+         </html>\n",
         sensitivity.groups.len(),
         sensitivity.groups.iter().map(|group| group.values).sum::<usize>(),
+        shown.legend(most),
+        env!("CARGO_PKG_VERSION"),
     )
 }
 
-/// The largest error of a group, by which groups are sorted; of weights where nothing else is
-/// known.
-fn largest(group: &GroupSensitivity) -> f64 {
-    let error = |one: &CandidateSensitivity| one.error().unwrap_or(one.weight_error);
-    group.candidates.iter().map(error).fold(0.0, f64::max)
-}
-
 /// Renders the row of a group, with a line for each candidate in FP4 in every cell. Dense
-/// candidates have no error, and are named only where one is chosen.
-fn row_of(group: &GroupSensitivity, chosen: Option<Candidate>, most: f64) -> String {
+/// candidates have no error, and are named only where one is chosen. `share` is the length of a
+/// bar, of the longest.
+fn row_of(
+    group: &GroupSensitivity,
+    chosen: Option<Candidate>,
+    share: impl Fn(&CandidateSensitivity) -> f64,
+) -> String {
     let mut cells: [String; 6] = Default::default();
     let fp4 = group.candidates.iter().filter(|one| one.candidate != Candidate::Dense);
     for (at, one) in fp4.enumerate() {
@@ -90,7 +143,8 @@ fn row_of(group: &GroupSensitivity, chosen: Option<Candidate>, most: f64) -> Str
             true => (" class=\"chosen\"", format!("{name} ✓")),
             false => ("", name),
         };
-        let share = one.error().map_or(0.0, |error| error.max(0.0).sqrt() / most);
+        // Without any error the longest bar has no length to be a share of.
+        let share = share(one);
         let width = if share.is_finite() { 100.0 * share } else { 0.0 };
         let colour = at % COLOURS;
         let bar = format!("<div class=\"bar{colour}\" style=\"width:{width:.2}%\"></div>");

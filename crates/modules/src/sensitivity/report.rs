@@ -99,19 +99,26 @@ impl fmt::Display for Sensitivity {
             }
         }
         let header = ["weights", "candidate", "bits", "weight %", "output %", "loss"];
-        write!(f, "{}\nerrors in per cent of the values", table(header, rows, 2))
+        write!(
+            f,
+            "{}\nweight %, output %: error relative to the norm of the weight, of the outputs",
+            table(header, rows, 2)
+        )
     }
 }
 
-/// Returns the cells of a candidate. Errors are square roots, as in reports.
+/// Returns the cells of a candidate. Errors are square roots, as in reports. A dense one has none.
 pub(super) fn row(group: &GroupSensitivity, candidate: &CandidateSensitivity) -> [String; 6] {
     let percent = |error: f64| format!("{:.3}", 100.0 * error.sqrt());
-    [
-        group.paths.join("\n"),
-        candidate.candidate.to_string(),
-        format!("{:.3}", group.bits(candidate)),
-        percent(candidate.weight_error),
-        candidate.output_error.map_or(String::new(), percent),
-        candidate.loss.map_or(String::new(), |loss| format!("{loss:.3e}")),
-    ]
+    let errors = match candidate.candidate {
+        Candidate::Dense => Default::default(),
+        Candidate::Fp4(_) => [
+            percent(candidate.weight_error),
+            candidate.output_error.map_or(String::new(), percent),
+            candidate.loss.map_or(String::new(), |loss| format!("{loss:.3e}")),
+        ],
+    };
+    let [weight, outputs, loss] = errors;
+    let bits = format!("{:.3}", group.bits(candidate));
+    [group.paths.join("\n"), candidate.candidate.to_string(), bits, weight, outputs, loss]
 }

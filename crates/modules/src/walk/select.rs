@@ -241,6 +241,7 @@ fn kept(parameter: &Parameter, reason: Reason, config: &Fp4Config) -> Result<Kee
         | Reason::Preset(_)
         | Reason::Unlisted(_)
         | Reason::Transposed(_)
+        | Reason::Stacked
         | Reason::CannotHold { .. }
         | Reason::With(_) => unreachable!("no choice of a configuration: {reason}"),
     })

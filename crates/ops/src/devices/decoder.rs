@@ -86,8 +86,8 @@ pub(crate) fn samples(logits: &Tensor<2>) -> bool {
         && rows * vocab_size <= View::MAX_LEN
 }
 
-/// Returns true if one operation of a device attends for these many tokens of each sequence, in
-/// tensors of these dtypes, if [`attends_to`] refuses no other length.
+/// Returns true if a device has one operation for the attention of a number of tokens of each
+/// sequence, in tensors of these dtypes. [`attends_to`] says if it takes their shapes.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub(crate) fn attends<const N: usize>(device: &Device, dtypes: [DType; N], tokens: usize) -> bool {
     match decoder_code(device, dtypes) {

@@ -37,12 +37,12 @@ impl Folder {
         Ok(Self { config, checkpoint: Checkpoint::open(path)? })
     }
 
-    /// Opens a model that may lack a `config.json`, such as a GGUF file. That of another folder
-    /// then counts.
+    /// Opens a model with its own `config.json`, or without one, as for a GGUF file, with that of
+    /// another folder.
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn open_beside(path: &Path, other: &Self) -> Result<Self> {
+    pub fn open_with_config_of(path: &Path, other: &Self) -> Result<Self> {
         if path.join("config.json").is_file() {
             return Self::open(path);
         }

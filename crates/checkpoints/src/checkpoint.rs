@@ -58,7 +58,8 @@ impl Checkpoint {
     /// if it names none.
     ///
     /// # Errors
-    /// As [`Container::open`]; an unknown name; [`CheckpointError::OtherDialect`].
+    /// As [`Container::open`]; an unknown name; [`CheckpointError::OtherDialect`] and
+    /// [`CheckpointError::NotPlain`].
     pub fn open_as(path: impl AsRef<Path>, dialect: &str) -> Result<Self, CheckpointError> {
         let dialect = dialect::named(dialect)?;
         let container = Container::open(path)?;

@@ -98,6 +98,31 @@ impl fmt::Display for Defect {
 /// No weight of a trained network is larger, and no largest one smaller.
 const PLAUSIBLE: [f32; 2] = [1e-6, 1e4];
 
+/// The text of [`DefectKind::AllZero`].
+pub const ALL_ZERO: &str = "all of its values are zero, and stay zero in FP4";
+
+/// Describes a largest magnitude that no weight of a trained network has.
+///
+/// ```
+/// use burn_fp4_checkpoints::{DefectKind, implausible};
+///
+/// let (kind, text) = implausible(1e-9).expect("a small weight");
+/// assert_eq!(kind, DefectKind::TinyValues);
+/// assert_eq!(text, "its largest value is 1.000e-9: no trained weight is as small");
+/// assert!(implausible(0.1).is_none() && implausible(0.0).is_none());
+/// ```
+#[must_use]
+pub fn implausible(largest: f32) -> Option<(DefectKind, String)> {
+    let [least, most] = PLAUSIBLE;
+    let (kind, how) = match largest {
+        large if large > most => (DefectKind::LargeValue, "large"),
+        small if small > 0.0 && small < least => (DefectKind::TinyValues, "small"),
+        _ => return None,
+    };
+    let text = format!("its largest value is {largest:.3e}: no trained weight is as {how}");
+    Some((kind, text))
+}
+
 /// Finds the defects of a model, given the facts of its FP4 weights, each in the place of the
 /// weight.
 ///
@@ -191,18 +216,18 @@ const LARGE: f32 = 16.0;
 /// Finds defects in one weight. `scaled`: its format has a tensor scale.
 fn alone(facts: &Fp4Facts, scaled: bool, add: &mut impl FnMut(DefectKind, String)) {
     let Fp4Facts { blocks, largest, zero_blocks, small_blocks, multiplier, .. } = facts;
-    let [least, most] = PLAUSIBLE;
+    let [_, most] = PLAUSIBLE;
     // A reciprocal as tensor scale leaves the block scales as they are. Small ones alone have no
     // other cause than small values where there is no tensor scale.
     let spread = facts.scales[1] >= LARGE * multiplier;
     let hidden = scaled && spread && 2 * (zero_blocks + small_blocks) > *blocks;
     if *blocks > 0 && zero_blocks == blocks {
-        add(DefectKind::AllZero, "all of its values are zero".to_owned());
+        add(DefectKind::AllZero, ALL_ZERO.to_owned());
     } else if hidden && *blocks > FEW && *largest > 0.0 {
         let what = format!(
             "{zero_blocks} of {blocks} blocks are zero and {small_blocks} have one of the smallest \
              scales, next to a largest value of {largest:.3e}: unless the source has them, one \
-             value is too large for the others; keep the weight dense, or quantize it to MXFP4"
+             value is too large for the others; compare the weight with its source"
         );
         add(DefectKind::LargeValue, what);
     } else if scaled && *largest > most {
@@ -212,12 +237,8 @@ fn alone(facts: &Fp4Facts, scaled: bool, add: &mut impl FnMut(DefectKind, String
              the dialect states"
         );
         add(DefectKind::ReciprocalScale, what);
-    } else if *largest > most {
-        let what = format!("its largest value is {largest:.3e}: no trained weight is as large");
-        add(DefectKind::LargeValue, what);
-    } else if *largest > 0.0 && *largest < least {
-        let what = format!("its largest value is {largest:.3e}: no trained weight is as small");
-        add(DefectKind::TinyValues, what);
+    } else if let Some((kind, what)) = implausible(*largest) {
+        add(kind, what);
     }
     if facts.lost_blocks > 0 {
         let lost = facts.lost_blocks;

@@ -155,6 +155,20 @@ pub enum CheckpointError {
         /// The dialect that it names, with the evidence for it.
         claim: String,
     },
+    /// The checkpoint is to be read as one without quantization, and has some.
+    #[error(
+        "{}: cannot be read as `plain`: `{tensor}` is a part of a quantized weight; name the \
+         dialect that it is in, one of {}, or none",
+        .path.display(), .dialects.join(", ")
+    )]
+    NotPlain {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The first of its tensors that only a dialect can explain.
+        tensor: String,
+        /// The dialects to choose from.
+        dialects: Vec<&'static str>,
+    },
     /// The dialect is not one of those known.
     #[error("unknown dialect `{name}`; choose one of {}", .dialects.join(", "))]
     UnknownDialect {
@@ -499,10 +513,16 @@ fn missing(source: &std::io::Error) -> &'static str {
 /// The words of a remedy for keeping a weight.
 const KEEP: &str = "keep the weight";
 
+/// The largest number of BF16.
+const LARGEST_BF16: f64 = 3.389_531_389_251_535_5e38;
+
 fn beyond(found: f64, dtype: Dtype, keep: &str) -> String {
     let remedy = match dtype {
-        Dtype::F16 => "choose BF16".to_owned(),
-        Dtype::BF16 => "choose F32, or leave it in its dtype".to_owned(),
+        Dtype::F16 if found.abs() <= LARGEST_BF16 => "choose BF16".to_owned(),
+        Dtype::BF16 if found.abs() <= f64::from(f32::MAX) => {
+            "choose F32, or leave it in its dtype".to_owned()
+        }
+        Dtype::F16 | Dtype::BF16 => "leave it in its dtype, or scale it down".to_owned(),
         _ => format!("{keep} without a cast, or scale it down"),
     };
     format!("the value {found:e} is beyond the range of {dtype}; {remedy}")
@@ -586,6 +606,9 @@ impl CheckpointError {
     pub const FP4_TO_DECODE: &str = "FP4 weights; decode them";
     /// The same of FP8.
     pub const FP8_TO_DECODE: &str = "FP8 weights; decode them";
+    /// The same of FP8 with one scale, in a dialect whose readers need a scale of the inputs too.
+    pub const FP8_WITHOUT_INPUT_SCALE: &str =
+        "FP8 weights with one scale and none for their inputs; decode them";
     /// The same of ggml's records other than FP4.
     pub const GGML_TO_DECODE: &str = "records of ggml; decode them";
     /// A property that a dialect of MXFP4 alone [cannot hold](Self::CannotHold).

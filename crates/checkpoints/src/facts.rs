@@ -14,8 +14,8 @@ pub struct Fp4Facts {
     pub zero_blocks: u64,
     /// Blocks that have the largest block scale, beyond which nothing goes.
     pub saturated_blocks: u64,
-    /// Blocks that are not zero and have one of the smallest scales, the subnormal numbers of their
-    /// format.
+    /// Blocks that are not zero and have one of the smallest scales: the smaller half of the
+    /// subnormal numbers of their format, which are too far apart to be precise.
     pub small_blocks: u64,
     /// Blocks whose scale is 0 though their codes are not: their values are lost.
     pub lost_blocks: u64,
@@ -40,7 +40,7 @@ impl Fp4Weight<'_> {
         let (codes, scales, multipliers) =
             (self.plain_codes(), self.plain_scales(), self.multipliers());
         let matrix = self.rows() * self.cols() / self.block_size;
-        let subnormal = 1..1_u8 << grid.mantissa_bits;
+        let smallest = 1..(1_u8 << grid.mantissa_bits) / 2;
         let mut facts = Fp4Facts {
             blocks: scales.len() as u64,
             zero_blocks: 0,
@@ -68,7 +68,7 @@ impl Fp4Weight<'_> {
                 facts.zero_blocks += 1;
                 continue;
             }
-            facts.small_blocks += u64::from(subnormal.contains(&scale));
+            facts.small_blocks += u64::from(smallest.contains(&scale));
             let scale = grid.decode(scale) * multipliers[at / matrix];
             facts.lost_blocks += u64::from(scale == 0.0);
             let [least, most] = &mut facts.scales;

@@ -96,7 +96,8 @@ pub use container::gguf::Metadata as GgufMetadata;
 pub use container::safetensors::Metadata as SafetensorsMetadata;
 pub use container::{CONFIG, Container, Metadata};
 pub use defects::{
-    Defect, DefectKind, defects, missing_layers, packed_embedding, planned_defects, unlike_scales,
+    ALL_ZERO, Defect, DefectKind, defects, implausible, missing_layers, packed_embedding,
+    planned_defects, unlike_scales,
 };
 pub use dialect::{DIALECTS, Dialect, KnownBy};
 pub use dtype::{DataType, Dtype, GgmlRow};

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use burn_fp4_checkpoints::Model;
+use burn_fp4_checkpoints::{ALL_ZERO, DefectKind, Model, implausible};
 use burn_fp4_search::Method;
 use serde::Serialize;
 
@@ -14,6 +14,7 @@ use crate::counted::counted;
 use crate::number::{number, optional};
 use crate::percent::Percent;
 use crate::remarks::{Remarks, Warning};
+use crate::warnings;
 
 /// Sums over a weight. Squares are those of what quantization changed and of what was there, in
 /// f64.
@@ -25,6 +26,9 @@ pub(crate) struct Tally {
     pub(crate) outputs: Option<[f64; 2]>,
     /// Its blocks.
     pub(crate) blocks: Blocks,
+    /// Sums of the choice that a warning may advise: the relative errors of blocks in MXFP4, and
+    /// their number; of a cast to f16, the squares of one to bf16.
+    pub(crate) other: [f64; 2],
     /// Matrices whose statistics were all zero, and all matrices.
     pub(crate) unseen: [u64; 2],
 }
@@ -40,7 +44,7 @@ pub(crate) struct Blocks {
     pub(crate) small: u64,
     /// The sum of the relative errors of blocks all over the weight, and their number.
     pub(crate) errors: [f64; 2],
-    /// The largest block scale.
+    /// The largest magnitude of a value.
     pub(crate) peak: f64,
 }
 
@@ -74,6 +78,7 @@ impl Tally {
         self.values = sum(self.values, other.values);
         self.outputs = self.outputs.into_iter().chain(other.outputs).reduce(sum);
         self.blocks.add(other.blocks);
+        self.other = sum(self.other, other.other);
         self.unseen = [self.unseen[0] + other.unseen[0], self.unseen[1] + other.unseen[1]];
     }
 
@@ -97,31 +102,12 @@ impl Tally {
 /// The sums of a weight, by its place in the model.
 pub(crate) type TallyAt = (usize, Tally);
 
-/// Percent above which an error is warned of: what NVFP4 and MXFP4 leave of any usual weight is
-/// 8 to 12.
-const WARNED: f64 = 20.0;
-
-/// The same for a cast: bf16 rounds by 0.2 at most, unless values are too small for the dtype.
-const CAST_WARNED: f64 = 1.0;
-
-/// Percent of the blocks of a weight above which zeros that were no zeros are warned of. Weights of
-/// trained models have none: their largest value is not half a million times that of a block.
-const ZEROED_WARNED: f64 = 1.0;
-
-/// The factor by which the mean error of blocks is beyond that of the weight where a few large
-/// values hide the others. In a usual weight both are about the same.
-const HIDDEN: f64 = 1.5;
-/// Percent above which the mean error of blocks is more than NVFP4, or MXFP4, leaves of usual ones.
-const USUAL: [f64; 2] = [12.0, 15.0];
-/// Percent of the blocks of a weight above which their scales are too small to be precise.
-const SMALL_WARNED: f64 = 50.0;
 /// The factor between the largest values of weights with one tensor scale above which it costs the
 /// smaller one precision.
 const APART: f64 = 16.0;
 
-/// The factor beyond which block scales do not tell by how much: the smallest ones stand for
-/// anything below.
-const SEEN: f64 = 1e5;
+/// The factor by which another format or dtype must have the smaller error to be advised.
+const BETTER: f64 = 0.9;
 
 /// The errors of a run.
 #[derive(Serialize)]
@@ -149,6 +135,9 @@ struct WeightError {
     /// The mean of the same over blocks, each of which counts once.
     #[serde(skip_serializing_if = "Option::is_none")]
     block_error_percent: Option<f64>,
+    /// The same of these blocks in MXFP4, for a weight in NVFP4.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mxfp4_block_error_percent: Option<f64>,
     /// The same of the outputs of its layer.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "optional")]
     output_error_percent: Option<f64>,
@@ -162,12 +151,14 @@ struct WeightError {
 
 impl WeightError {
     fn new(name: &str, tally: &Tally) -> Self {
-        let Tally { values, outputs, blocks, .. } = tally;
-        let [sum, count] = blocks.errors;
+        let Tally { values, outputs, blocks, other, .. } = tally;
+        let mean = |[sum, count]: [f64; 2]| (count > 0.0).then(|| 100.0 * sum / count);
+        let of_blocks = mean(blocks.errors);
         Self {
             name: name.to_owned(),
             error_percent: Percent::of(*values).0,
-            block_error_percent: (count > 0.0).then(|| 100.0 * sum / count),
+            block_error_percent: of_blocks,
+            mxfp4_block_error_percent: of_blocks.and_then(|_| mean(*other)),
             output_error_percent: outputs.map(|outputs| Percent::of(outputs).0),
             zeroed_blocks_percent: blocks.share(blocks.zeroed),
             small_blocks_percent: blocks.share(blocks.small),
@@ -179,18 +170,18 @@ impl WeightError {
         let (error, of_blocks) = (self.error_percent, self.block_error_percent.unwrap_or(0.0));
         let [zeroed, small] =
             [self.zeroed_blocks_percent, self.small_blocks_percent].map(|p| p.unwrap_or(0.0));
-        let unusual = of_blocks > USUAL[usize::from(self.small_blocks_percent.is_none())];
-        let shown = Percent(error);
-        if error > WARNED {
+        let usual = warnings::USUAL[usize::from(self.small_blocks_percent.is_none())];
+        let (unusual, shown) = (of_blocks > usual, Percent(error));
+        if error > warnings::ERROR {
             Some(("large-error", format!("its error is {shown}")))
-        } else if zeroed > ZEROED_WARNED {
+        } else if zeroed > warnings::ZEROED {
             let what = format!(
-                "{} of its blocks became zero: next to its largest value they are below the range \
+                "{} of its blocks become zero: next to its largest value they are below the range \
                  of NVFP4",
                 Percent(zeroed)
             );
             Some(("zeroed-blocks", what))
-        } else if unusual && of_blocks > HIDDEN * error {
+        } else if unusual && of_blocks > warnings::HIDDEN * error {
             let mut what = format!(
                 "its error of {shown} is that of its largest values; the mean error of its blocks \
                  is {}",
@@ -203,7 +194,7 @@ impl WeightError {
                 ));
             }
             Some(("hidden-error", what))
-        } else if unusual && small + zeroed > SMALL_WARNED {
+        } else if unusual && small + zeroed > warnings::SMALL {
             let share = Percent(small);
             let what = format!(
                 "{share} of its block scales are too small to be precise, and its error is {shown}"
@@ -213,13 +204,27 @@ impl WeightError {
             None
         }
     }
+
+    /// Names the choices that lose less, as far as errors were measured.
+    fn remedy(&self) -> String {
+        let keep = format!("pass --keep '{}' to `fp4 quantize` to keep it", self.name);
+        match (self.block_error_percent, self.mxfp4_block_error_percent) {
+            (Some(own), Some(other)) if other < BETTER * own => {
+                let other = Percent(other);
+                format!(
+                    "{keep}, or --format mxfp4, in which the mean error of its blocks is {other}"
+                )
+            }
+            _ => keep,
+        }
+    }
 }
 
 /// A weight that shares its tensor scale with another one, whose largest value is far beyond its
 /// own.
 struct Neighbor<'m> {
     name: &'m str,
-    /// The largest block scale of the other one by its own. Infinite if its own are all 0.
+    /// The largest value of the other one by its own.
     times: f64,
 }
 
@@ -234,54 +239,84 @@ impl Errors {
     ) -> Self {
         let quantized: usize = groups.iter().map(Vec::len).sum();
         let errors = Self::new(model, quantized.saturating_sub(measured.len()), &measured);
+        errors.warn_of_losses(model, groups, &measured, remarks);
+        let zero = |(_, tally): &&TallyAt| tally.values == [0.0; 2];
+        let zero = measured.iter().filter(zero).map(|(at, _)| model.weights[*at].name.clone());
+        remarks.warn_all(DefectKind::AllZero.name(), zero.collect(), ALL_ZERO);
+        errors
+    }
+
+    /// Warns of weights that lose much by quantization, before it by what some of their blocks
+    /// lose. The weights of a group share a tensor scale.
+    pub(crate) fn warn_of_trial(
+        model: &Model<'_>,
+        groups: &[Vec<usize>],
+        measured: &[TallyAt],
+        remarks: &mut Remarks,
+    ) {
+        Self::new(model, 0, measured).warn_of_losses(model, groups, measured, remarks);
+    }
+
+    fn warn_of_losses(
+        &self,
+        model: &Model<'_>,
+        groups: &[Vec<usize>],
+        measured: &[TallyAt],
+        remarks: &mut Remarks,
+    ) {
         let tallies: BTreeMap<usize, &Tally> = measured.iter().map(|(at, t)| (*at, t)).collect();
         let mut lost: Vec<_> = tallies
             .iter()
-            .zip(&errors.weights)
+            .zip(&self.weights)
             .filter_map(|((at, _), weight)| Some((*at, weight, weight.loss()?)))
             .collect();
         lost.sort_by(|(_, a, _), (_, b, _)| b.error_percent.total_cmp(&a.error_percent));
-        for (at, WeightError { name, .. }, (kind, what)) in lost {
-            let scaled = tallies[&at].blocks.all > 0;
-            let format = match (kind, scaled) {
-                ("large-error", _) | (_, false) => "",
-                (_, true) => ", or --format mxfp4, whose scales reach further",
-            };
+        for (at, weight, (kind, what)) in lost {
             let remedy = match neighbor(model, groups, &tallies, at) {
                 Some(Neighbor { name: other, times }) => {
-                    let times = match times < SEEN {
-                        true => format!("{times:.0} times its own"),
-                        false => "far beyond its own".to_owned(),
+                    let times = match times < 1e5 {
+                        true => format!("{times:.0}"),
+                        false => format!("{times:.0e}"),
                     };
                     format!(
-                        "it shares its tensor scale with `{other}`, whose largest value is \
-                         {times}; set `together = false` in a recipe, or pass --keep '{other}'"
+                        "it shares its tensor scale with `{other}`, whose largest value is {times} \
+                         times its own; set `together = false` in a recipe, or pass --keep \
+                         '{other}'"
                     )
                 }
-                None => format!("pass --keep '{name}' to keep it{format}"),
+                None => weight.remedy(),
             };
-            remarks.warn(Warning::of(kind, name, format!("{what}; {remedy}")));
+            remarks.warn(Warning::of(kind, &weight.name, format!("{what}; {remedy}")));
         }
-        let zero = |(_, tally): &&TallyAt| tally.values == [0.0; 2];
-        let zero = measured.iter().filter(zero).map(|(at, _)| model.weights[*at].name.clone());
-        remarks.warn_all("all-zero", zero.collect(), "all of its values are zero");
-        errors
+        for (&at, tally) in &tallies {
+            if let Some((kind, what)) = implausible(tally.blocks.peak as f32) {
+                remarks.warn(Warning::of(kind.name(), &model.weights[at].name, what));
+            }
+        }
     }
 
     /// Makes percents of the sums of matrices that a dtype was cast to, and warns of those that
     /// lost much.
     pub(crate) fn of_casts(
         model: &Model<'_>,
-        measured: Vec<TallyAt>,
+        mut measured: Vec<TallyAt>,
         remarks: &mut Remarks,
     ) -> Self {
+        measured.sort_by_key(|(at, _)| *at);
         let errors = Self::new(model, 0, &measured);
-        let mut lost: Vec<&WeightError> =
-            errors.weights.iter().filter(|weight| weight.error_percent > CAST_WARNED).collect();
-        lost.sort_by(|a, b| b.error_percent.total_cmp(&a.error_percent));
-        for WeightError { name, error_percent, .. } in lost {
-            let error = Percent(*error_percent);
-            let what = format!("the cast changes it by {error}; leave out --cast-kept");
+        let lost = errors.weights.iter().zip(&measured);
+        let mut lost: Vec<_> =
+            lost.filter(|(weight, _)| weight.error_percent > warnings::CAST_ERROR).collect();
+        lost.sort_by(|(a, _), (b, _)| b.error_percent.total_cmp(&a.error_percent));
+        for (WeightError { name, error_percent, .. }, (_, tally)) in lost {
+            let (error, in_bf16) = (Percent(*error_percent), Percent::of(tally.other));
+            // Of other casts no other dtype was measured.
+            let better = tally.other[1] > 0.0 && in_bf16.0 < BETTER * error.0;
+            let remedy = match better {
+                true => format!("pass --cast-kept bf16, which changes it by {in_bf16}"),
+                false => "leave out --cast-kept, which keeps its dtype".to_owned(),
+            };
+            let what = format!("the cast changes it by {error}; {remedy}");
             remarks.warn(Warning::of("cast-error", name, what));
         }
         errors
@@ -366,4 +401,9 @@ fn neighbor<'m>(
 pub(crate) fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let (count, sum) = values.fold((0_usize, 0.0), |(count, sum), value| (count + 1, sum + value));
     (count > 0).then(|| sum / count as f64)
+}
+
+/// Returns the bits of each of some values.
+pub(crate) fn bits(bytes: usize, values: usize) -> f64 {
+    8.0 * bytes as f64 / values.max(1) as f64
 }

@@ -10,6 +10,16 @@ const PIECE: usize = 1 << 20;
 /// Measures the error of casting a tensor of floats. None: it cannot be cast, which writing it
 /// tells.
 pub(crate) fn error_of_cast(tensor: &Tensor<'_>, dtype: Dtype) -> Option<Tally> {
+    let squares = squares_of_cast(tensor, dtype)?;
+    let other = match dtype {
+        Dtype::F16 => squares_of_cast(tensor, Dtype::BF16).unwrap_or_default(),
+        _ => [0.0; 2],
+    };
+    Some(Tally { other, ..Tally::of_values(squares) })
+}
+
+/// Sums the squares of what a cast changes, and of the values.
+fn squares_of_cast(tensor: &Tensor<'_>, dtype: Dtype) -> Option<[f64; 2]> {
     let from = tensor.plain()?;
     let mut squares = [0.0; 2];
     for bytes in tensor.bytes.chunks(PIECE) {
@@ -22,7 +32,7 @@ pub(crate) fn error_of_cast(tensor: &Tensor<'_>, dtype: Dtype) -> Option<Tally> 
             squares[1] += before * before;
         }
     }
-    Some(Tally::of_values(squares))
+    Some(squares)
 }
 
 /// Measures the error of decoding a weight, whatever it is in.

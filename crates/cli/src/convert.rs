@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::dialect;
+use burn_fp4_checkpoints::dialect::{self, Stated};
 use burn_fp4_checkpoints::{
     CheckpointError, DefectKind, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, Weight,
     WriteOptions, WriteReport, missing_layers, packed_embedding, unlike_scales,
@@ -22,10 +22,11 @@ use crate::percent::Percent;
 use crate::print::{next, print, print_json};
 use crate::progress;
 use crate::readers;
-use crate::remarks::{self, Remarks, Warning};
+use crate::remarks::{Remarks, Warning};
 use crate::size::Size;
 use crate::table::{width, wrapped};
 use crate::unheld::{holders, pattern};
+use crate::warnings::help;
 
 /// Write a checkpoint in another dialect: the same codes and scales under other names, with the
 /// configs that its readers expect.
@@ -36,7 +37,7 @@ use crate::unheld::{holders, pattern};
 /// from. A weight whose columns do not fit the new format or dialect is kept in its own
 /// format, or as bf16 where the dialect has no place for that.
 #[derive(clap::Args)]
-#[command(after_long_help = remarks::help())]
+#[command(after_long_help = help())]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
@@ -106,12 +107,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let (decoded, lost) = finished.map_err(CliError::meanwhile)?;
     remarks.warn_each(lost.iter().map(unconfirmed));
     copied.warn(&model, &mut remarks);
-    remarks.note_each(changes(&planned.report()));
+    remarks.note_each(changes(&planned.report(), dialect)?);
     remarks.note_each(kept_notes(&model, planned.kept()));
     remark(&model, dialect, &options, planned.kept(), &mut remarks)?;
     remarks.note_each(not_copied(&checkpoint, dialect));
     remarks.warn_each(missing_layers(&model));
-    let report = Report::new(&model, dialect, &planned, decoded, remarks);
+    let mut report = Report::new(&model, dialect, &planned, decoded, remarks);
+    report.remarks.print_warnings();
     match arguments.json {
         true => print_json(&report),
         false => print(&report.text(&out)),
@@ -136,7 +138,6 @@ struct Report {
 }
 
 impl Report {
-    /// Prints the warnings of a conversion and reports it.
     fn new(
         model: &Model<'_>,
         dialect: &str,
@@ -148,7 +149,6 @@ impl Report {
         let changed = planned.changed().iter().map(|&(at, values)| (at, Tally::of_values(values)));
         let measured = changed.chain(decoded).collect();
         let errors = Errors::of_quantized(model, &[], measured, &mut remarks);
-        remarks.print_warnings();
         let (dialect, bytes) = (dialect.to_owned(), planned.length());
         Self { dialect, files, tensors, bytes, tensor_bytes, remarks, errors }
     }
@@ -339,8 +339,9 @@ fn kept_notes(model: &Model<'_>, kept: &[Kept]) -> Vec<String> {
     fold(named).into_iter().map(note).collect()
 }
 
-/// Says what changed on the way.
-fn changes(report: &WriteReport) -> Vec<String> {
+/// Says what changed on the way to a dialect.
+fn changes(report: &WriteReport, dialect: &str) -> Result<Vec<String>, CliError> {
+    let (_, writer) = dialect::writer(dialect)?;
     let mut notes = Vec::new();
     let mut note = |count: u64, what: String| {
         if count > 0 {
@@ -353,14 +354,20 @@ fn changes(report: &WriteReport) -> Vec<String> {
         lost => format!("; converted back, {lost} of them differ in the last bit"),
     };
     let exactness = match report.inverted_rounded {
-        0 => "exactly".to_owned(),
+        0 => "without a change".to_owned(),
         rounded => format!(
-            "{rounded} of them rounded to f32, which changes values by {} at most{again}",
+            "of which {rounded} are rounded to f32, which changes values by {} at most{again}",
             Percent(100.0 * report.inverted_error)
         ),
     };
-    let inverted = count(report.inverted, "tensor scale");
-    note(report.inverted, format!("{inverted} stored as 1 / scale, {exactness}"));
+    let stated = match writer.holds().tensor_scale {
+        Stated::Divisor => "divides by tensor scales, where the input multiplies by them",
+        Stated::Multiplier | Stated::Folded => {
+            "multiplies by tensor scales, where the input divides by them"
+        }
+    };
+    let inverted = count(report.inverted, "reciprocal");
+    note(report.inverted, format!("`{dialect}` {stated}: {inverted} written, {exactness}"));
     for (what, cast) in [("cast", report.cast), ("folded", report.folded)] {
         let (blocks, changed, values) = (cast.blocks, cast.changed_blocks, cast.changed_values);
         note(
@@ -379,5 +386,5 @@ fn changes(report: &WriteReport) -> Vec<String> {
     let dynamic = report.dynamic_inputs_left_out;
     note(dynamic, format!("the inputs of {} are no longer quantized", count(dynamic, "layer")));
     note(report.decoded, format!("{} decoded to floats", count(report.decoded, "weight")));
-    notes
+    Ok(notes)
 }

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use burn_fp4_checkpoints::{CheckpointError, ErrorWords, TensorProblem};
-use burn_fp4_policy::{PolicyError, RecipeError};
+use burn_fp4_policy::{PolicyError, RecipeError, RecipeFile};
 use burn_fp4_search::SearchError;
 
 use crate::counted::counted;
@@ -105,6 +105,16 @@ pub enum CliError {
         needed: Size,
         /// The memory that is allowed.
         found: Size,
+    },
+    /// A choice of a recipe is wrong for the model.
+    #[error("{path}: {}{error}", line_of(.line), path = .path.display())]
+    InRecipe {
+        /// The file of the recipe.
+        path: PathBuf,
+        /// The line of the choice, starting at 1; none if several lines are about it.
+        line: Option<usize>,
+        /// The error.
+        error: Box<CliError>,
     },
     /// A recipe cannot be read, or its choices do not go together.
     #[error(transparent)]
@@ -216,6 +226,10 @@ pub enum CliError {
     },
 }
 
+fn line_of(line: &Option<usize>) -> String {
+    line.map_or_else(String::new, |line| format!("line {line}: "))
+}
+
 /// The remedy for a weight that cannot be quantized.
 fn keep(source: &SearchError, name: &str) -> String {
     match source {
@@ -236,7 +250,9 @@ fn remedy(error: &CheckpointError) -> &'static str {
         }
         CheckpointError::CannotHold { what, .. } => match *what {
             CheckpointError::FP4_TO_DECODE => " with `fp4 convert --decode-fp4 bf16`",
-            CheckpointError::FP8_TO_DECODE => " with `fp4 convert --decode-fp8 bf16`",
+            CheckpointError::FP8_TO_DECODE | CheckpointError::FP8_WITHOUT_INPUT_SCALE => {
+                " with `fp4 convert --decode-fp8 bf16`"
+            }
             CheckpointError::GGML_TO_DECODE => " with `fp4 convert --decode-ggml bf16`",
             CheckpointError::NOT_EXPERTS => "; write another --dialect",
             CheckpointError::NOT_FOLDED_EXACTLY => " with `fp4 convert --inexact`",
@@ -256,6 +272,11 @@ fn described(error: &CheckpointError) -> String {
 }
 
 impl CliError {
+    /// The error of a choice that is made in a recipe.
+    pub(crate) fn in_recipe(file: &RecipeFile, line: Option<usize>, error: Self) -> Self {
+        Self::InRecipe { path: file.path().to_owned(), line, error: Box::new(error) }
+    }
+
     /// The error of a pattern, with the name of the option in place of that of the list.
     pub(crate) fn of_option(mut self) -> Self {
         if let Self::Checkpoint(CheckpointError::Policy(PolicyError::NoMatch { list, .. })) =

@@ -2,11 +2,12 @@
 
 use burn_fp4_checkpoints::selection::Selection;
 use burn_fp4_checkpoints::{
-    Checkpoint, DefectKind, Fp4Facts, Model, Reader, Value, Weight, defects,
+    ALL_ZERO, Checkpoint, DefectKind, Fp4Facts, Reader, Value, Weight, defects,
 };
-use burn_fp4_policy::{Decision, Policy, Recipe};
+use burn_fp4_policy::Decision;
 use serde::Serialize;
 
+use crate::accuracy::{Errors, bits};
 use crate::checkpoint::{Input, is_of_ggml, is_quantized, model};
 use crate::counted::counted;
 use crate::error::CliError;
@@ -15,9 +16,13 @@ use crate::fold::{Folded, fold_weights, natural};
 use crate::number::number;
 use crate::print::{print, print_json, warning};
 use crate::progress;
-use crate::remarks::{self, Remarks, Warning};
+use crate::quantize::by_default;
+use crate::remarks::{Remarks, Warning};
 use crate::size::Size;
 use crate::table::{Column, Order, table, width, wrapped};
+use crate::tried::{Trial, Tried};
+use crate::unmet::unmet;
+use crate::warnings::help;
 
 /// List the weights of a checkpoint with formats, sizes and scales, and warn of defects that no
 /// reader reports.
@@ -25,11 +30,12 @@ use crate::table::{Column, Order, table, width, wrapped};
 /// A saturated block has the largest block scale of its format: it has no room for larger values. A
 /// zero block holds nothing but zeros.
 ///
-/// Warnings: NaN and infinite values, weights of zeros, tensor scales that look like their
-/// reciprocal, blocks lost to a scale of 0, NaN scales, many saturated blocks, constant input
-/// scales, and query/key/value or gate/up layers that engines cannot run as one.
+/// Warnings are about values that are NaN, infinite or implausible, wrong scales, and layers that
+/// engines cannot run as one; `fp4 warnings` lists all of them. Of a model of floats it also says
+/// what `fp4 quantize` without options would do: it quantizes 4096 blocks of each weight, and warns
+/// as that would.
 #[derive(clap::Args)]
-#[command(after_long_help = remarks::help())]
+#[command(after_long_help = help())]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
@@ -47,6 +53,9 @@ struct Report {
     dialect: &'static str,
     /// In the natural order of their names.
     weights: Vec<Row>,
+    /// The result of `fp4 quantize` without options, of a model without quantized weights.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    plan: Option<String>,
     #[serde(flatten)]
     remarks: Remarks,
     totals: Totals,
@@ -134,7 +143,8 @@ fn examine(checkpoint: &Checkpoint, mut remarks: Remarks) -> Result<Report, CliE
     let total: usize = model.weights.iter().map(Weight::bytes).sum();
     let bar = progress::bytes(total as u64, 0);
     let (mut weights, mut facts) = (Vec::new(), Vec::new());
-    let decisions = decisions(&model);
+    let by_default = by_default(&model);
+    let mut trial = by_default.as_ref().map(|(selection, _)| Trial::new(selection));
     for (at, weight) in model.weights.iter().enumerate() {
         bar.set_message(weight.name.clone());
         let found = match &weight.value {
@@ -144,8 +154,14 @@ fn examine(checkpoint: &Checkpoint, mut remarks: Remarks) -> Result<Report, CliE
             },
             Value::Plain(_) | Value::Fp8(_) => None,
         };
-        let mut row = Row::new(weight, found.as_ref(), values(&reader, weight)?);
-        row.chosen = matches!(decisions.get(at), Some(Decision::Quantize { .. }));
+        let mut tried = trial.as_ref().and_then(|trial| trial.begin(&model, at));
+        let values = values(&reader, weight, &mut tried)?;
+        if let (Some(trial), Some(tried), 0) = (&mut trial, tried, values.not_finite) {
+            trial.end(at, tried);
+        }
+        let mut row = Row::new(weight, found.as_ref(), values);
+        let decision = by_default.as_ref().map(|(selection, _)| &selection.decisions[at]);
+        row.chosen = matches!(decision, Some(Decision::Quantize { .. }));
         weights.push(row);
         facts.push(found);
         bar.inc(weight.bytes() as u64);
@@ -156,16 +172,32 @@ fn examine(checkpoint: &Checkpoint, mut remarks: Remarks) -> Result<Report, CliE
     remarks.warn_each(weights.iter().filter_map(Row::warning));
     let zero = weights.iter().filter(|row| row.all_zero && row.chosen);
     let zero = zero.map(|row| row.name.clone()).collect();
-    remarks.warn_all(DefectKind::AllZero.name(), zero, "all of its values are zero");
+    remarks.warn_all(DefectKind::AllZero.name(), zero, ALL_ZERO);
     remarks.warn_each(defects(&model, &facts));
-    Ok(Report { dialect: checkpoint.dialect(), weights, remarks, totals })
+    let mut plan = None;
+    if let Some((selection, refused)) = &by_default
+        && totals.quantized == 0
+        && totals.weights > 0
+    {
+        if let Some(Trial { tallies, .. }) = &trial {
+            Errors::warn_of_trial(&model, &selection.groups, tallies, &mut remarks);
+        }
+        remarks.warn_each(unmet(&model, &selection.decisions));
+        plan = Some(outlook(totals.weights, selection, refused.as_ref()));
+    }
+    Ok(Report { dialect: checkpoint.dialect(), weights, plan, remarks, totals })
 }
 
-/// The decisions of `fp4 quantize` without options. Empty: it would refuse the model.
-fn decisions(model: &Model<'_>) -> Vec<Decision> {
-    let policy = Policy::new(Recipe::default()).ok();
-    let selection = policy.and_then(|policy| Selection::of(model, &policy).ok());
-    selection.map_or_else(Vec::new, |selection| selection.decisions)
+/// Says what `fp4 quantize` without options makes of a model.
+fn outlook(weights: usize, selection: &Selection, refused: Option<&CliError>) -> String {
+    let quantized: usize = selection.groups.iter().map(Vec::len).sum();
+    match refused {
+        None => format!(
+            "`fp4 quantize` would quantize {quantized} of {}; --dry-run shows its plan",
+            counted(weights, "weight")
+        ),
+        Some(error) => format!("`fp4 quantize` would end with an error: {error}"),
+    }
 }
 
 /// Bytes that are read at a time.
@@ -180,8 +212,13 @@ struct Values {
     all_zero: bool,
 }
 
-/// Looks at the values of a weight, in the memory of a piece.
-fn values<'c>(reader: &Reader<'c>, weight: &Weight<'c>) -> Result<Values, CliError> {
+/// Looks at the values of a weight, in the memory of a piece. `tried` becomes none if it cannot be
+/// tried.
+fn values<'c>(
+    reader: &Reader<'c>,
+    weight: &Weight<'c>,
+    tried: &mut Option<Tried>,
+) -> Result<Values, CliError> {
     let Value::Plain(tensor) = &weight.value else { return Ok(Values::default()) };
     let mut piece = vec![0; PIECE.min(tensor.bytes.len())];
     let mut values = Values { not_finite: 0, all_zero: !tensor.bytes.is_empty() };
@@ -190,12 +227,10 @@ fn values<'c>(reader: &Reader<'c>, weight: &Weight<'c>) -> Result<Values, CliErr
         reader.read(&tensor.name, mapped, piece)?;
         values.not_finite += finite::count_not_finite(tensor.plain(), piece);
         values.all_zero &= piece.iter().all(|&byte| byte == 0);
+        let look = |mut one: Tried| one.look(tensor, piece).map(|()| one);
+        *tried = tried.take().and_then(look);
     }
     Ok(values)
-}
-
-fn bits(bytes: usize, values: usize) -> f64 {
-    8.0 * bytes as f64 / values.max(1) as f64
 }
 
 impl Row {
@@ -383,8 +418,10 @@ impl Report {
         );
         let scales = self.scales().map(|line| format!("\n{}", wrapped(&line, width)));
         let scales = scales.unwrap_or_default();
+        let plan = self.plan.as_ref().map(|line| format!("\n{}", wrapped(line, width)));
+        let plan = plan.unwrap_or_default();
         format!(
-            "{}\n\n{}{scales}",
+            "{}\n\n{}{scales}{plan}",
             table(&columns, &FORMATS, formats, width),
             wrapped(&line, width)
         )

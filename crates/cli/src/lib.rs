@@ -10,6 +10,7 @@
 //! | `report/`        | `fp4 report`: a finished model against its original, on one page      |
 //! | `evaluate/`      | `fp4 evaluate`: methods compared on weights and activations of a file |
 //! | `formats.rs`     | `fp4 formats`: tables of codes, and of programs that read dialects    |
+//! | `warnings.rs`    | `fp4 warnings`: kinds of warnings, and the bounds that they have      |
 //! | `completions.rs` | `fp4 completions`: for shells                                         |
 //! | `listed.rs`      | the names that an option takes, as its help lists them                |
 //! | `readers.rs`     | programs that read what is written, as helps and notes name them      |
@@ -21,6 +22,9 @@
 //! | `percent.rs`     | relative errors as people read them                                   |
 //! | `number.rs`      | numbers in JSON, also infinite ones                                   |
 //! | `accuracy.rs`    | the errors of a run, by weight                                        |
+//! | `blocks.rs`      | counts and errors of the blocks of a weight                           |
+//! | `tried.rs`       | losses of weights that are not quantized yet, measured on some blocks |
+//! | `unmet.rs`       | weights that are chosen and cannot be quantized                       |
 //! | `cast.rs`        | errors of casting and decoding weights to floats                      |
 //! | `remarks.rs`     | warnings and notes, printed and in JSON                               |
 //! | `table.rs`       | tables that fit the terminal                                          |
@@ -32,6 +36,7 @@
 //! | `error.rs`       | what can be wrong, and with which exit code it ends                   |
 
 mod accuracy;
+mod blocks;
 mod cast;
 mod checkpoint;
 mod compare;
@@ -57,7 +62,10 @@ mod remarks;
 pub mod report;
 mod size;
 mod table;
+mod tried;
 mod unheld;
+mod unmet;
+mod warnings;
 
 use std::process::ExitCode;
 
@@ -65,17 +73,16 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub use error::CliError;
+use table::{COLUMNS, is_narrow};
 
 /// 4-bit floating point (NVFP4, MXFP4) for neural network weights.
 #[derive(Parser)]
-#[command(name = "fp4", version, after_help = EXIT_CODES, max_term_width = COLUMNS)]
+#[command(name = "fp4", version, after_help = EXIT_CODES)]
+#[command(max_term_width = usize::from(COLUMNS))]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
 }
-
-/// The columns of the help. Narrower terminals get fewer.
-const COLUMNS: usize = 80;
 
 /// The last lines of the help.
 const EXIT_CODES: &str = "\
@@ -92,6 +99,7 @@ enum Command {
     Report(report::Arguments),
     Evaluate(evaluate::Arguments),
     Formats(formats::Arguments),
+    Warnings(warnings::Arguments),
     Completions(completions::Arguments),
 }
 
@@ -138,8 +146,7 @@ fn refuse(error: &clap::Error) -> ! {
 /// Runs the command of the arguments of this process, and returns its exit code.
 pub fn run() -> ExitCode {
     // Two columns of words have no room on a narrow terminal.
-    let narrow = table::width().is_some_and(|width| usize::from(width) < COLUMNS);
-    let found = Arguments::command().next_line_help(narrow).try_get_matches();
+    let found = Arguments::command().next_line_help(is_narrow()).try_get_matches();
     let arguments = found.and_then(|found| Arguments::from_arg_matches(&found));
     let arguments = arguments.unwrap_or_else(|error| refuse(&with_tip(error)));
     let result = match arguments.command {
@@ -150,6 +157,7 @@ pub fn run() -> ExitCode {
         Command::Report(arguments) => report::run(&arguments).map(|()| 0),
         Command::Evaluate(arguments) => evaluate::run(&arguments).map(|()| 0),
         Command::Formats(arguments) => formats::run(&arguments).map(|()| 0),
+        Command::Warnings(arguments) => warnings::run(&arguments).map(|()| 0),
         Command::Completions(arguments) => {
             completions::run(&arguments, &mut Arguments::command()).map(|()| 0)
         }

@@ -7,6 +7,8 @@ use std::str::FromStr;
 use burn_fp4_search::Method;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
+use crate::table::is_narrow;
+
 /// The parser of the names that there are of something. The error for another name lists them.
 pub(crate) fn one_of<T>(names: impl Into<PossibleValuesParser>) -> impl TypedValueParser<Value = T>
 where
@@ -25,10 +27,13 @@ pub(crate) fn file_ending(name: &str, ends: &[&str]) -> Result<PathBuf, String> 
     }
 }
 
-/// A sentence, and a line for each name with what it means.
+/// A sentence, and a line for each name with what it means; on a narrow terminal that is below it.
 pub(crate) fn listed(head: &str, rows: &[(&str, String)]) -> String {
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-    let line = |(name, what): &(&str, String)| format!("\n  {name:width$}  {what}");
+    let line = |(name, what): &(&str, String)| match is_narrow() {
+        true => format!("\n  {name}\n    {what}"),
+        false => format!("\n  {name:width$}  {what}"),
+    };
     format!("{head}:{}", rows.iter().map(line).collect::<String>())
 }
 

@@ -1,9 +1,13 @@
-//! Parts of pages and pictures: the page around a body, escaped texts, bars with their scale, and
-//! the date.
+//! Parts of pages and pictures: the page around a body and its file, escaped texts, bars with their
+//! scale, and the date.
 
 use std::fmt::Write as _;
+use std::fs::{self, OpenOptions};
+use std::io::ErrorKind;
+use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::error::CliError;
 use crate::percent::Percent;
 use crate::table::end_of;
 
@@ -86,6 +90,18 @@ pub(crate) fn bars(errors: &[(&str, f64)]) -> String {
         );
     }
     svg + "</svg></div>\n"
+}
+
+/// Checks that a page can be written, before the work that it is about.
+pub(crate) fn check_writable(path: &Path) -> Result<(), CliError> {
+    let file = |source| CliError::File { path: path.to_owned(), source };
+    match OpenOptions::new().write(true).open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            OpenOptions::new().write(true).create_new(true).open(path).map_err(file)?;
+            fs::remove_file(path).map_err(file)
+        }
+        found => found.map(drop).map_err(file),
+    }
 }
 
 /// Escapes a text for HTML and SVG.

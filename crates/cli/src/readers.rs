@@ -7,6 +7,7 @@ use burn_fp4_search::formats::Fp4Format;
 
 use crate::error::CliError;
 use crate::remarks::{Remarks, Warning};
+use crate::table::is_narrow;
 
 /// Every dialect and format that a program reads, with these programs.
 pub(crate) fn table() -> String {
@@ -17,8 +18,12 @@ pub(crate) fn table() -> String {
             let readers = writer(dialect).map_or(&[][..], |(_, writer)| writer.readers(format));
             if !readers.is_empty() {
                 let readers: Vec<String> = readers.iter().map(with_star).collect();
-                let format = format.row().name;
-                text.push_str(&format!("\n  {name:18}  {format}  {}", readers.join(", ")));
+                let (format, readers) = (format.row().name, readers.join(", "));
+                text.push_str(&match (is_narrow(), name) {
+                    (true, "") => format!("\n    {format}\n      {readers}"),
+                    (true, name) => format!("\n  {name}\n    {format}\n      {readers}"),
+                    (false, name) => format!("\n  {name:18}  {format}  {readers}"),
+                });
                 name = "";
             }
         }

@@ -8,8 +8,8 @@ use burn_fp4_checkpoints::selection;
 use serde::Serialize;
 
 use crate::counted::counted;
-use crate::listed::listed;
 use crate::print;
+use crate::warnings::is_kind;
 
 /// A warning.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -24,53 +24,6 @@ pub(crate) struct Warning {
 
 /// Warnings of a kind that are printed; `--json` has all of them.
 const SHOWN: usize = 5;
-
-/// Every kind of warning, and what is true of the weights.
-const KINDS: [(&str, &str); 33] = [
-    ("all-zero", "all values are zero"),
-    ("cast-error", "--cast-kept changes the weight by more than 1 %"),
-    ("embedding", "an embedding in FP4 that readers do not load"),
-    ("fewer-layers", "the model has fewer layers than are to stay"),
-    ("hidden-error", "most blocks have a larger error than the weight"),
-    ("idle-table", "a table of the recipe quantizes no weight"),
-    ("input-scale", "the scale of the input is the constant 1"),
-    ("large-error", "the error is beyond 20 %"),
-    ("large-value", "one value is too large for all others"),
-    ("lost-blocks", "blocks have a scale of 0, and codes"),
-    ("missing-layers", "config.json counts layers that are not there"),
-    ("nan-scales", "block scales are NaN"),
-    ("no-output-error", "the error of the outputs is not measured"),
-    ("none-quantized", "the configs claim a quantization that is not there"),
-    ("not-finite", "values are NaN or infinite"),
-    ("reciprocal-scale", "the tensor scale may be its reciprocal"),
-    ("saturated-blocks", "many blocks have the largest scale there is"),
-    ("shard-alone", "the input is one of several files of a model"),
-    ("small-scales", "most block scales are too small to be precise"),
-    ("stacked-experts", "transformers leaves quantized experts out"),
-    ("stacks-by-shape", "taken for stacks because of three axes"),
-    ("stays", "chosen, and cannot be quantized"),
-    ("tensor-scale", "the tensor scale is NaN or infinite"),
-    ("tiny-values", "values are smaller than any trained weight has"),
-    ("turned-layers", "readers expect the other order of axes"),
-    ("unconfirmed", "the disk has not confirmed the result"),
-    ("unknown-architecture", "names and shapes alone decide"),
-    ("unlike-formats", "layers that run as one differ in format"),
-    ("unlike-scales", "layers that run as one differ in tensor scale"),
-    ("unread-numbers", "the numbers are not read as floats"),
-    ("unseen-inputs", "the statistics are all zero, and `sse` is used"),
-    ("unusable-statistics", "the statistics cannot measure outputs"),
-    ("zeroed-blocks", "blocks became zero next to a large value"),
-];
-
-/// The part of `--help` about warnings in JSON.
-pub(crate) fn help() -> String {
-    let rows = KINDS.map(|(kind, what)| (kind, what.to_owned()));
-    let head = "In --json, `warnings` has all warnings that are printed. Each has the `weights` \
-                that it is about (none: the whole), its `text`, and a `kind`, whose name stays the \
-                same from version to version. Numbers that JSON does not have are the texts \
-                \"inf\", \"-inf\" and \"nan\". The kinds";
-    listed(head, &rows)
-}
 
 /// Warnings and notes.
 #[derive(Debug, Clone, Default, Serialize)]
@@ -92,7 +45,7 @@ impl Remarks {
     /// Adds a warning.
     pub(crate) fn warn(&mut self, warning: impl Into<Warning>) {
         let warning = warning.into();
-        debug_assert!(KINDS.iter().any(|(kind, _)| *kind == warning.kind), "{}", warning.kind);
+        debug_assert!(is_kind(warning.kind), "{}", warning.kind);
         self.warnings.push(warning);
     }
 

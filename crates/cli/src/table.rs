@@ -121,15 +121,32 @@ fn words_of(text: &str) -> Vec<String> {
     words
 }
 
-/// Breaks a line at spaces. Escape sequences, such as colors, take no room.
+/// Breaks a line at spaces. Escape sequences, such as colors, take no room. The second column of a
+/// row stays below itself, or where there is no room for that, below the first one.
 fn broken_at_spaces(line: &str, room: usize) -> String {
     let words = line.trim_start_matches(' ');
     let indent = line.len() - words.len();
-    let (mut text, mut used) = (" ".repeat(indent), indent);
+    let columns = words.split_once("  ").filter(|_| indent + length(words) > room);
+    let Some((first, second)) = columns else {
+        return " ".repeat(indent) + &flow(words, indent, indent + GAP, room);
+    };
+    let second = second.trim_start_matches(' ');
+    let (begin, _) = line.split_at(line.len() - second.len());
+    let column = length(begin);
+    if column + NARROWEST <= room {
+        return begin.to_owned() + &flow(second, column, column, room);
+    }
+    let below = indent + GAP;
+    let [indent, gap] = [indent, below].map(|count| " ".repeat(count));
+    format!("{indent}{first}\n{gap}{}", flow(second, below, below, room))
+}
+
+/// Puts words one behind the other, behind `used` columns. Lines that follow have an indent.
+fn flow(words: &str, mut used: usize, indent: usize, room: usize) -> String {
+    let mut text = String::new();
     for (at, word) in words_of(words).iter().enumerate() {
         let length = length(word);
         if at > 0 && used + 1 + length > room {
-            let indent = indent + GAP;
             text.push_str(&format!("\n{}", " ".repeat(indent)));
             used = indent;
         } else if at > 0 {
@@ -218,6 +235,14 @@ fn broken(name: &str, most: usize) -> String {
     lines.join("\n")
 }
 
+/// The columns of helps. Narrower terminals get fewer, and no two columns of words.
+pub(crate) const COLUMNS: u16 = 80;
+
+/// Returns true for a terminal that has no room for two columns of words.
+pub(crate) fn is_narrow() -> bool {
+    width().is_some_and(|width| width < COLUMNS)
+}
+
 /// Returns the columns of the terminal: of COLUMNS if that is set, else of standard output. None:
 /// it is not a terminal.
 pub(crate) fn width() -> Option<u16> {
@@ -229,14 +254,14 @@ pub(crate) fn width() -> Option<u16> {
 mod tests {
     use super::*;
 
-    const COLUMNS: [(&str, Column); 3] =
+    const FACTS: [(&str, Column); 3] =
         [("weight", Column::Name), ("bytes", Column::Figure), ("note", Column::Text)];
 
     const ORDER: Order<'_> = Order { first: &["bytes"], then: &["note"], last: &["format"] };
 
     fn shown(names: &[&str], width: u16) -> String {
         let row = |name: &&str| vec![(*name).to_owned(), "1.0 MB".to_owned(), "a note".repeat(9)];
-        table(&COLUMNS, &ORDER, names.iter().map(row).collect(), Some(width))
+        table(&FACTS, &ORDER, names.iter().map(row).collect(), Some(width))
     }
 
     #[test]
@@ -248,7 +273,7 @@ mod tests {
     #[test]
     fn columns_are_left_out_before_names_are_cut() {
         let name = "model.layers.31.self_attn.q_proj";
-        let wide = table(&COLUMNS, &ORDER, vec![vec![name.into(), "1.0 MB".into()]], None);
+        let wide = table(&FACTS, &ORDER, vec![vec![name.into(), "1.0 MB".into()]], None);
         assert!(wide.contains("bytes") && wide.contains(name), "{wide}");
         for (width, bytes, whole) in [(62, true, true), (54, false, true), (40, false, false)] {
             let text = shown(&[name], width);
@@ -261,11 +286,11 @@ mod tests {
     #[test]
     fn columns_without_room_are_named_and_columns_without_text_are_not_there() {
         let row = vec!["model.layers.31.self_attn.q_proj".to_owned(), "1.0 MB".to_owned()];
-        let text = table(&COLUMNS, &ORDER, vec![row.clone()], Some(80));
+        let text = table(&FACTS, &ORDER, vec![row.clone()], Some(80));
         assert!(text.contains("bytes") && !text.contains("note") && !text.contains("no room"));
-        let narrow = table(&COLUMNS, &ORDER, vec![row], Some(36));
+        let narrow = table(&FACTS, &ORDER, vec![row], Some(36));
         assert!(narrow.ends_with("\nno room for bytes: use 42 columns or\n  --json"), "{narrow}");
-        assert_eq!(table(&COLUMNS, &ORDER, Vec::new(), Some(80)), "");
+        assert_eq!(table(&FACTS, &ORDER, Vec::new(), Some(80)), "");
     }
 
     #[test]
@@ -309,6 +334,13 @@ mod tests {
         let line = "28 weights: mean error 8.16 %; 0.80 % of 510.3 kB, and more";
         let broken = "28 weights: mean error\n  8.16 %; 0.80 % of\n  510.3 kB, and more";
         assert_eq!(wrapped(line, Some(28)), broken);
+        // Words of a second column stay in it, or below the first one.
+        let row = "  nvfp4  blocks of 16 share a scale";
+        let broken = "  nvfp4  blocks of 16\n         share a scale";
+        assert_eq!(wrapped(row, Some(26)), broken);
+        let broken = "  nvfp4\n    blocks of 16\n    share a scale";
+        assert_eq!(wrapped(row, Some(20)), broken);
+        assert_eq!(wrapped(row, Some(40)), row);
         // Lines and their indents stay, and colors take no room.
         assert_eq!(wrapped("a\n\n  b c", Some(20)), "a\n\n  b c");
         let colored = "\u{1b}[31ma tip:\u{1b}[0m of 20 columns\n    of two words more";

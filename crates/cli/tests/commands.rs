@@ -14,8 +14,16 @@ use tempfile::tempdir;
 fn every_command_explains_itself() {
     let folder = tempdir().expect("a folder");
     let help = succeeds(folder.path(), "--help");
-    let commands =
-        ["quantize", "convert", "inspect", "compare", "evaluate", "formats", "completions"];
+    let commands = [
+        "quantize",
+        "convert",
+        "inspect",
+        "compare",
+        "evaluate",
+        "formats",
+        "warnings",
+        "completions",
+    ];
     assert!(help.contains("Exit codes: 0 done"), "{help}");
     for command in commands {
         assert!(help.contains(command), "{help}");
@@ -91,10 +99,14 @@ fn a_conversion_there_and_back_is_the_same() {
     model::model(folder.path(), "model", SMALL);
     succeeds(folder.path(), "quantize model --out a --dialect modelopt");
     let said = succeeds(folder.path(), "convert a --out b --dialect compressed-tensors");
-    let rounded = "14 tensor scales stored as 1 / scale, 14 of them rounded to f32, which changes \
+    let rounded = "note: `compressed-tensors` divides by tensor scales, where the input multiplies \
+                   by them: 14 reciprocals written, of which 14 are rounded to f32, which changes \
                    values by ";
     assert!(said.contains(rounded) && said.contains("e-6 % at most"), "{said}");
     succeeds(folder.path(), "compare a b --tolerance 0.00001");
+    let back = succeeds(folder.path(), "convert b --out back --dialect modelopt");
+    let says = "note: `modelopt` multiplies by tensor scales, where the input divides by them: ";
+    assert!(back.contains(says), "{back}");
     succeeds(folder.path(), "convert a --out again --dialect modelopt");
     assert_same(&folder.path().join("a"), &folder.path().join("again"));
     succeeds(folder.path(), "convert a --out a.gguf --dialect gguf");
@@ -355,6 +367,17 @@ fn a_checkpoint_is_not_read_as_what_it_says_it_is_not() {
     let wrong = "convert mlx --from modelopt --dialect mlx --out x";
     fails(folder.path(), wrong, 2, &["mlx (quantization of config.json)", "`modelopt`"]);
     fails(folder.path(), "inspect mlx --from plain", 2, &["`plain`", "mlx ("]);
+    // Without a config the tensors say that it is quantized.
+    let shard = "model-00001-of-00002.safetensors";
+    fs::copy(folder.path().join("mlx").join(shard), folder.path().join("alone.safetensors"))
+        .expect("a file");
+    let says = "alone.safetensors: cannot be read as `plain`: `model.layers.";
+    let (code, _, error) = run(folder.path(), "inspect alone.safetensors --from plain");
+    assert!(code == 2 && error.contains(says), "{error}");
+    assert!(error.contains("is a part of a quantized weight; name the dialect"), "{error}");
+    fs::remove_file(folder.path().join("alone.safetensors")).expect("the file");
+    let dense = format!("inspect model/{shard} --from plain");
+    assert!(succeeds(folder.path(), &dense).contains("plain: 0 of "));
     succeeds(folder.path(), "convert mlx --from mlx --dialect mlx --out same");
     // The configs of miles are those of ModelOpt.
     succeeds(folder.path(), "quantize model --out modelopt --dialect modelopt");
@@ -544,6 +567,27 @@ fn infinities_are_compared() {
     );
     let same = succeeds(folder.path(), "compare inf.safetensors inf.safetensors");
     assert!(same.contains("1 weight: 1 the same"), "{same}");
+    // In f64 too, where a number may be beyond f32, in which values are compared.
+    let wide = |name: &str, values: [f64; 2]| {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let (dtype, shape) = (safetensors::Dtype::F64, vec![2]);
+        let tensor = model::Tensor { name: "a.weight".to_owned(), dtype, shape, bytes };
+        model::write(&folder.path().join(name), &[tensor]);
+    };
+    wide("wide.safetensors", [1e300, 1.0]);
+    wide("near.safetensors", [-2e300, 1.0]);
+    wide("up.safetensors", [f64::INFINITY, 1.0]);
+    wide("down.safetensors", [f64::NEG_INFINITY, 1.0]);
+    for (a, b, why) in [
+        ("wide", "near", "1e300 is beyond the range of f32, in which values are compared"),
+        ("up", "near", "-2e300 is beyond the range of f32, in which values are compared"),
+        ("down", "up", "a value is infinite in one alone, or with the other sign"),
+    ] {
+        let command = format!("compare {a}.safetensors {b}.safetensors --tolerance 1000");
+        let (code, table, _) = run(folder.path(), &command);
+        assert!(code == 1 && table.ends_with(&format!("could be compared: {why}\n")), "{table}");
+    }
+    assert!(succeeds(folder.path(), "compare wide.safetensors wide.safetensors").contains("same"));
     // An error of 0.5 beside numbers of norm 5.
     let (code, table, _) = run(folder.path(), "compare inf.safetensors beside.safetensors");
     assert!(code == 1 && table.contains("10.00 %"), "{table}");

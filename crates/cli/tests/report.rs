@@ -129,3 +129,20 @@ fn models_without_a_name_in_common_are_refused() {
     fails(folder.path(), "report other.gguf --reference model", 2, &says);
     fails(folder.path(), "report ct --reference none", 2, &["none: no such file or folder"]);
 }
+
+#[test]
+fn a_page_that_cannot_be_written_is_refused_before_the_work() {
+    let folder = tempdir().expect("a folder");
+    quantized(folder.path());
+    // Neither model is there: the page is looked at first.
+    for command in ["report no-model --reference none", "compare no-model none"] {
+        let command = format!("{command} --html no/page.html");
+        fails(folder.path(), &command, 2, &["no/page.html: "]);
+    }
+    // A page of an earlier run stays until there is another one.
+    fs::write(folder.path().join("page.html"), "before").expect("a page");
+    fails(folder.path(), "report ct --reference none --html page.html", 2, &["none: no such"]);
+    assert_eq!(fs::read_to_string(folder.path().join("page.html")).expect("a page"), "before");
+    fails(folder.path(), "report ct --reference none --html other.html", 2, &["none: no such"]);
+    assert!(!folder.path().join("other.html").exists());
+}

@@ -324,6 +324,7 @@ fn sentences_and_helps_fit_80_columns() {
         "compare --help",
         "evaluate --help",
         "formats --scales",
+        "warnings",
         "--help",
     ] {
         let text = in_columns(folder.path(), 80, command);
@@ -514,6 +515,7 @@ fn sentences_helps_and_mistakes_fit_40_columns() {
         "compare --help",
         "evaluate --help",
         "formats",
+        "warnings",
         "--help",
     ] {
         let text = in_40_columns(path, command);
@@ -525,4 +527,27 @@ fn sentences_helps_and_mistakes_fit_40_columns() {
             assert!(fits, "{command}: {line}\n{text}");
         }
     }
+}
+
+#[test]
+fn the_second_column_of_a_list_is_below_the_first_in_40_columns() {
+    let folder = tempdir().expect("a folder");
+    let of = |command: &str| in_40_columns(folder.path(), command);
+    let list = of("warnings");
+    let says = "\n  hidden-error\n    the mean error of blocks is beyond";
+    assert!(
+        list.contains(says) && list.contains("\n  all-zero\n    all values are zero\n"),
+        "{list}"
+    );
+    let readers = of("formats");
+    let says = "\n  compressed-tensors\n    nvfp4\n      vLLM, SGLang, transformers*\n    mxfp4\n";
+    assert!(readers.contains(says), "{readers}");
+    let help = of("quantize --help");
+    let mut lines = help.lines().skip_while(|line| line.trim() != "four-over-six");
+    let [name, what] = [(); 2].map(|()| lines.next().expect("a line"));
+    let indent = |line: &str| line.len() - line.trim_start().len();
+    assert_eq!(indent(what), indent(name) + 2, "{help}");
+    // Lines that go on stay below what they go on with.
+    let mut deeper = lines.take_while(|line| indent(line) > indent(name));
+    assert!(deeper.all(|line| indent(line) >= indent(what)), "{help}");
 }

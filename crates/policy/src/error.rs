@@ -20,10 +20,12 @@ pub enum RecipeError {
         source: std::io::Error,
     },
     /// A file holds a wrong recipe.
-    #[error("{path}: {problem}", path = .path.display())]
+    #[error("{path}: {}{problem}", line_of(.line), path = .path.display())]
     In {
         /// The file.
         path: PathBuf,
+        /// Line, starting at 1; none if the problem names it, or is about no single line.
+        line: Option<usize>,
         /// Problem of the recipe.
         problem: Box<RecipeError>,
     },
@@ -195,6 +197,30 @@ pub enum PolicyError {
     /// Choices do not go together.
     #[error(transparent)]
     Scheme(#[from] SearchError),
+}
+
+impl RecipeError {
+    /// Returns the place of the problem in a recipe: the weights of a table, or none for the
+    /// choices for all weights; and the key.
+    pub(crate) fn place(&self) -> Option<(Option<&str>, &'static str)> {
+        match self {
+            Self::OnlyWithPreset => Some((None, "only")),
+            Self::Nameless => Some((Some(""), "names")),
+            Self::NoChoice { weights } => Some((Some(weights), "names")),
+            Self::Dense { weights } => Some((Some(weights), "format")),
+            Self::Rule { weights, .. } => Some((weights.as_deref(), "rule")),
+            Self::BlockSize { weights, .. } => Some((weights.as_deref(), "block-size")),
+            Self::Method { weights, .. } | Self::Scheme { weights, .. } => {
+                Some((weights.as_deref(), "method"))
+            }
+            Self::File { .. } | Self::In { .. } | Self::Syntax { .. } => None,
+            Self::NotToml(_) | Self::Preset(_) => None,
+        }
+    }
+}
+
+fn line_of(line: &Option<usize>) -> String {
+    line.map_or_else(String::new, |line| format!("line {line}: "))
 }
 
 fn of(weights: &Option<String>) -> String {

@@ -25,6 +25,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `recipe.rs` | [`Recipe`]: the choices for the weights of a model, as TOML |
+//! | `recipe_file.rs` | [`RecipeFile`]: a recipe in a file, whose errors name the line |
 //! | `decide.rs` | [`Policy`]: from choices and weights to decisions |
 //! | `weight.rs` | [`WeightInfo`] and [`Constraints`]: facts that the caller supplies |
 //! | `preset.rs` | [`Preset`]: lists of names that are worth 4 bits |
@@ -47,6 +48,7 @@ mod pattern;
 mod preset;
 mod reason;
 mod recipe;
+mod recipe_file;
 mod weight;
 
 pub use burn_fp4_search as search;
@@ -57,4 +59,5 @@ pub use pattern::{Matcher, Pattern, Patterns, Syntax};
 pub use preset::{Preset, PresetRow};
 pub use reason::Reason;
 pub use recipe::{Recipe, RecipeFormat, RecipeWeights};
+pub use recipe_file::RecipeFile;
 pub use weight::{Constraints, Fused, Role, WeightInfo};

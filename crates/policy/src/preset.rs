@@ -123,9 +123,13 @@ impl Names {
     pub(crate) fn keeps(&self, weight: &WeightInfo<'_>) -> Option<Reason> {
         let WeightInfo { name, module, .. } = weight;
         if self.preset == Preset::Miles {
-            let expert = MILES_WITHIN.iter().any(|part| name.contains(part))
-                && MILES_ENDS.iter().any(|end| name.ends_with(end));
-            return (!expert || weight.fp8).then_some(Reason::Preset("no expert of miles"));
+            let within = MILES_WITHIN.iter().any(|part| name.contains(part));
+            let expert = within && MILES_ENDS.iter().any(|end| name.ends_with(end));
+            let parameter = |end: &&str| name.ends_with(end.trim_end_matches(".weight"));
+            if within && weight.shape.len() == 3 && MILES_ENDS.iter().any(parameter) {
+                return Some(Reason::Stacked);
+            }
+            return (!expert || weight.fp8).then_some(Reason::Preset("not an expert of miles"));
         }
         match weight.role {
             Role::Linear => {}

@@ -36,6 +36,9 @@ pub enum Reason {
     /// The parameter is `[inputs, outputs]`, as `Conv1D` of transformers has it.
     #[error("stored as [inputs, outputs], and readers of `{0}` expect [outputs, inputs]")]
     Transposed(&'static str),
+    /// Experts in one tensor, with a preset for experts that have a tensor each.
+    #[error("stacked experts, which the converter of miles copies")]
+    Stacked,
     /// The dialect has no place for the quantized weight.
     #[error("`{dialect}` cannot hold {what}")]
     CannotHold {
@@ -75,7 +78,7 @@ impl Reason {
     pub fn is_unmet(&self) -> bool {
         match self {
             Self::Smoothed | Self::Transposed(_) | Self::CannotHold { .. } => true,
-            Self::Columns { .. } | Self::With(_) => true,
+            Self::Columns { .. } | Self::With(_) | Self::Stacked => true,
             Self::NoMatrix | Self::Empty | Self::Dtype(_) | Self::Already(_) => false,
             Self::Asked(_) | Self::NotAsked | Self::Layer(_) => false,
             Self::Preset(_) | Self::Unlisted(_) => false,
@@ -98,7 +101,7 @@ impl Reason {
     pub fn place(&self) -> usize {
         match self {
             Self::Columns { .. } | Self::Smoothed => 0,
-            Self::Transposed(_) | Self::CannotHold { .. } => 0,
+            Self::Transposed(_) | Self::CannotHold { .. } | Self::Stacked => 0,
             Self::Asked(_) | Self::Layer(_) => 1,
             Self::With(_) => 2,
             Self::Already(_) => 3,

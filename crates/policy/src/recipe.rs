@@ -74,8 +74,8 @@ pub struct Recipe {
     /// format and tensor scale, or stay dense, together. By default true if such engines read the
     /// dialect.
     pub together: Option<bool>,
-    /// A file with statistics of the inputs of layers. `fp4` takes a relative path from the folder
-    /// of the recipe; [`Recipe::read`] returns it as written.
+    /// Path of a file with statistics of the inputs of layers, as it is written in the recipe.
+    /// `fp4` looks for a relative path in the folder of the recipe.
     pub calibration: Option<PathBuf>,
     /// Choices for some of the weights that a preset or [`only`](Self::only) selects. If several
     /// entries match a weight, the last one wins.
@@ -130,21 +130,6 @@ impl Recipe {
         })?;
         recipe.check_selection()?;
         Ok(recipe)
-    }
-
-    /// Reads a recipe from a file.
-    ///
-    /// # Errors
-    /// [`RecipeError::File`] if it cannot be read; [`RecipeError::In`] with the error of
-    /// [`parse`](Self::parse).
-    pub fn read(path: impl AsRef<Path>) -> Result<Self, RecipeError> {
-        let path = path.as_ref();
-        let file = |source| RecipeError::File { path: path.to_owned(), source };
-        let text = fs::read_to_string(path).map_err(file)?;
-        Self::parse(&text).map_err(|problem| {
-            let problem = Box::new(problem);
-            RecipeError::In { path: path.to_owned(), problem }
-        })
     }
 
     /// Writes the recipe as text for [`parse`](Self::parse).
@@ -243,8 +228,7 @@ fn wrong_type(before: &str, value: &str, message: &str) -> Option<String> {
     let of_name = (message == "wanted string or table").then_some((value, "a string"));
     let (found, expected) =
         of_name.or_else(|| of_type.and_then(|message| message.split_once(", expected ")))?;
-    let (key, _) = before.rsplit_once('=')?;
-    let key = key.trim_end().trim_end_matches(['"', '\'']);
+    let key = before[..last_equals(before)?].trim_end().trim_end_matches(['"', '\'']);
     let key = key.rsplit(|c: char| !(c.is_alphanumeric() || c == '-' || c == '_')).next()?;
     let expected = match expected {
         "a sequence" => "a list, such as [\"a\", \"b\"]",
@@ -262,6 +246,25 @@ fn wrong_type(before: &str, value: &str, message: &str) -> Option<String> {
         None => found.replace("sequence", "a list").replace("map", "a table"),
     };
     Some(format!("`{key}`: expected {expected}, found {found}; correct it"))
+}
+
+/// Finds the last `=` behind a key: not one of a text in quotes or of a comment.
+fn last_equals(text: &str) -> Option<usize> {
+    let (mut last, mut quote, mut escaped, mut comment) = (None, None, false, false);
+    for (at, c) in text.char_indices() {
+        let escapes = quote == Some('"') && c == '\\' && !escaped;
+        match quote {
+            _ if comment => comment = c != '\n',
+            Some(open) if c == open && !escaped => quote = None,
+            Some(_) => {}
+            None if c == '"' || c == '\'' => quote = Some(c),
+            None if c == '#' => comment = true,
+            None if c == '=' => last = Some(at),
+            None => {}
+        }
+        escaped = escapes;
+    }
+    last
 }
 
 /// Fills in open choices, and checks that all go together.
@@ -456,6 +459,9 @@ mod tests {
             ("calibration = []", 1, "`calibration`: expected a text in quotes, found a list"),
             ("method = { gptq = { damping = \"x\" } }", 1, "`damping`: expected a number, found"),
             ("preset = 1", 1, "`preset`: expected a text in quotes, found the integer `1`"),
+            // Signs of a text and of a comment are not those of a key.
+            ("keep = [\"a=\\\"b=\", 5]", 1, "`keep`: expected a text in quotes, found the"),
+            ("keep = ['=', # x=\n 5]", 2, "`keep`: expected a text in quotes, found the"),
             ("format = 4", 1, "`format`: expected a text in quotes, found 4; correct it"),
             ("weights = 4", 1, "`weights`: expected a list"),
             ("weights = [\"a\"]", 1, "`weights`: expected a table `[[weights]]`, found the text"),

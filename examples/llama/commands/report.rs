@@ -44,9 +44,10 @@ type Named = (String, Vec<u32>);
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
+    arguments.output.check()?;
     let device = arguments.device.device()?;
     let reference_folder = Folder::open(&arguments.reference)?;
-    let folder = Folder::open_beside(&arguments.model, &reference_folder)?;
+    let folder = Folder::open_with_config_of(&arguments.model, &reference_folder)?;
     let texts = texts(&arguments.texts, &reference_folder)?;
     let windows = output_windows(arguments, &texts)?;
     let (reference, _) = reference_folder.load::<Linear>(&device)?;

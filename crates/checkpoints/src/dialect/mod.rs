@@ -201,10 +201,11 @@ fn text_of((dialect, why): &Claim) -> String {
     format!("{} ({why})", dialect.name())
 }
 
-/// Checks that a checkpoint names this dialect, or none.
+/// Checks that a checkpoint names this dialect, or none, and of one without quantization that no
+/// tensor is a part of a quantized weight.
 ///
 /// # Errors
-/// [`CheckpointError::OtherDialect`]
+/// [`CheckpointError::OtherDialect`] and [`CheckpointError::NotPlain`].
 pub(crate) fn check(
     container: &Container,
     asked: &'static dyn Dialect,
@@ -215,6 +216,7 @@ pub(crate) fn check(
             let (path, claim) = (container.root().to_owned(), text_of(first));
             Err(CheckpointError::OtherDialect { path, asked: asked.name(), claim })
         }
+        None if asked.name() == PLAIN.name() => plain::check(container, names()),
         Some(_) | None => Ok(()),
     }
 }

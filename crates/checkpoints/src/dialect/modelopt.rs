@@ -10,8 +10,8 @@
 //!
 //! A parameter that is not called `weight` puts its name before the scales:
 //! `experts.gate_up_proj_weight_scale`. The stacked experts of Llama 4 and gpt-oss are transposed:
-//! codes `[E, K/2, N]`, scales `[E, K/16, N]`. FP8 of DeepSeek keeps `X.weight_scale_inv`, which is
-//! written as `X.weight_scale`.
+//! codes `[E, K/2, N]`, scales `[E, K/16, N]`. FP8 in blocks has scales `[N/128, 1, K/128, 1]`.
+//! FP8 of DeepSeek keeps `X.weight_scale_inv` with two axes, which is written as `X.weight_scale`.
 //!
 //! Sources: `quant_utils.py`, `unified_export_hf.py`, `convert_hf_config.py` and `moe_utils.py` in
 //! `modelopt/torch/export`.
@@ -180,7 +180,10 @@ fn read_weight<'a>(
     let scales = reader.take(&format!("{base}_scale"));
     // Layers that stay in DeepSeek's FP8 keep its name for the scales.
     let scales = scales.or_else(|| reader.take(&format!("{base}_scale_inv")));
-    let Some(scales) = scales else { return Ok(None) };
+    let Some(mut scales) = scales else { return Ok(None) };
+    if let [rows, 1, cols, 1] = scales.shape[..] {
+        scales.shape = vec![rows, cols].into();
+    }
     let value = if tensor.is(&[Dtype::U8, Dtype::I8, Dtype::F4]) {
         let second = format!("{base}_scale_2");
         let stated = reader.numbers(&second)?;
@@ -232,6 +235,10 @@ impl Write for ModelOpt {
             Value::Fp4(fp4) if !fp4.format.row().tensor_scale => {
                 Holds { tensor_scale: Stated::Folded, ..self.holds() }
             }
+            // Readers find the scales of these inputs as layers run, and load no others.
+            Value::Fp8(fp8) if fp8.granularity != Granularity::Tensor => {
+                Holds { input_scale: false, ..self.holds() }
+            }
             Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => self.holds(),
         }
     }
@@ -273,10 +280,22 @@ pub(super) fn tensors<'w>(weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, 
     let base = base(name);
     let mut tensors = match &weight.value {
         Value::Plain(tensor) => return Ok(vec![NewTensor::copy(name, tensor)]),
+        // ModelOpt's only name for such weights, `FP8`, says that the file has a scale of the
+        // inputs: vLLM and SGLang would multiply by the least f32 instead.
+        Value::Fp8(Fp8Weight { granularity: Granularity::Tensor, .. })
+            if weight.input_scale.is_none() =>
+        {
+            let what = CheckpointError::FP8_WITHOUT_INPUT_SCALE;
+            return Err(CheckpointError::cannot_hold(ModelOpt.name(), name, what));
+        }
         Value::Fp8(fp8) => {
             let mut scales = NewTensor::copy(format!("{base}_scale"), &fp8.scales);
-            if fp8.granularity == Granularity::Tensor && scales.shape == [1] {
-                scales.shape = Vec::new();
+            match (fp8.granularity, &scales.shape[..]) {
+                (Granularity::Tensor, [1]) => scales.shape = Vec::new(),
+                (Granularity::Block { rows: 2.., .. }, &[rows, cols]) => {
+                    scales.shape = vec![rows, 1, cols, 1];
+                }
+                _ => {}
             }
             vec![NewTensor::copy(name, &fp8.values), scales]
         }

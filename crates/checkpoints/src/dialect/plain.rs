@@ -46,6 +46,20 @@ pub(super) fn is_part(scales: &Scales<'_>, tensor: &Tensor<'_>) -> bool {
         || scales.of_fp8(tensor).is_some()
 }
 
+/// Checks that no tensor is a part of a quantized weight.
+pub(super) fn check(
+    container: &Container,
+    mut dialects: Vec<&'static str>,
+) -> Result<(), CheckpointError> {
+    let scales = Scales::of(container);
+    let Some(tensor) = container.tensors().find(|tensor| is_part(&scales, tensor)) else {
+        return Ok(());
+    };
+    dialects.retain(|name| *name != NAME);
+    let (path, tensor) = (container.root().to_owned(), tensor.name.into_owned());
+    Err(CheckpointError::NotPlain { path, tensor, dialects })
+}
+
 impl Dialect for Plain {
     fn name(&self) -> &'static str {
         NAME

@@ -133,6 +133,9 @@ impl Selection {
         let module = |at: &usize| model.weights[*at].module();
         let guessed = quantized().filter(|at| by_names && !architecture.is_linear(module(at)));
         let guessed = guessed.collect();
+        if !groups.is_empty() {
+            warnings.extend(Warning::of_only(policy, model, &decisions)?);
+        }
         for table in decided.idle {
             warnings.push(Warning::of_idle(&policy.recipe().weights, table, model, &decisions)?);
         }
@@ -234,6 +237,10 @@ impl Selection {
         Ok(match reason {
             Reason::Columns { cols, .. } => dividing(&self.policy, *cols).into(),
             Reason::CannotHold { .. } => "choose another dialect".to_owned().into(),
+            Reason::Stacked => {
+                format!("choose the preset `{}` and the dialect `modelopt`", Preset::ExpertsOnly)
+                    .into()
+            }
             Reason::Transposed(_) => {
                 let turns = |name: &&str| dialect::writer(name).is_ok_and(|(_, by)| by.turns());
                 let names: Vec<_> = dialect::written().into_iter().filter(turns).collect();
@@ -655,6 +662,45 @@ mod tests {
         let says = "config.json: `num_hidden_layers`: expected the number of layers, which this \
                     preset needs, found nothing; state it there, or choose another preset";
         assert_eq!(error, says);
+    }
+
+    #[test]
+    fn experts_in_one_tensor_that_the_converter_of_miles_copies_are_named() {
+        let stack = weight("layers.0.mlp.experts.gate_up_proj", &[2, 4, 64]);
+        let shared = weight("layers.0.mlp.shared_experts.up_proj.weight", &[4, 64]);
+        let config = Some(serde_json::json!({"num_hidden_layers": 1}));
+        let mut model = Model { weights: vec![stack, shared], config, ..Model::default() };
+        let recipe = "preset = 'miles'";
+        let some = of(&model, "miles", recipe).expect("a selection");
+        assert_eq!(some.groups, [[1]]);
+        assert_eq!(some.decisions[0], Decision::Keep(Reason::Stacked));
+        assert!(Reason::Stacked.is_unmet(), "a warning names it");
+        model.weights.truncate(1);
+        let none = of(&model, "miles", recipe).expect("a selection");
+        let error = none.check_not_empty(&model).expect_err("nothing is selected").to_string();
+        let says = "`layers.0.mlp.experts.gate_up_proj`: stacked experts, which the converter of \
+                    miles copies; choose the preset `experts-only` and the dialect `modelopt`";
+        assert!(error.ends_with(says), "{error}");
+    }
+
+    #[test]
+    fn patterns_that_quantize_nothing_are_warned_of_where_others_do() {
+        let layer = layer(&["o_proj", "up_proj"]);
+        let mut weights = layer.weights;
+        weights.push(weight("layers.0.norm.weight", &[64]));
+        let model = Model { weights, ..Model::default() };
+        let warned = |recipe: &str| {
+            let selection = of(&model, "modelopt", recipe).expect("a selection");
+            selection.warnings.iter().map(ToString::to_string).collect::<Vec<_>>()
+        };
+        let says = "`only` pattern `*norm*`: quantizes no weight: `layers.0.norm.weight` stays \
+                    (not a matrix); remove the pattern, or name another matrix with it";
+        assert_eq!(warned("only = ['*.o_proj', '*norm*']"), [says]);
+        let says = "`only` pattern `*.up_proj`: quantizes no weight: `layers.0.up_proj.weight` \
+                    stays (asked to keep `*.up_*`); remove";
+        let found = warned("only = ['*.o_proj', '*.up_proj']\nkeep = ['*.up_*']");
+        assert!(found.len() == 1 && found[0].starts_with(says), "{found:?}");
+        assert!(warned("only = ['*']").is_empty());
     }
 
     #[test]

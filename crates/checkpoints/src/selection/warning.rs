@@ -41,6 +41,15 @@ pub enum Warning {
         /// Layers of the model.
         layers: usize,
     },
+    /// No weight is quantized by one of the patterns of `only`.
+    IdlePattern {
+        /// The pattern.
+        pattern: String,
+        /// A weight that it matches: the one that is nearest to being quantized.
+        weight: String,
+        /// Why that stays dense.
+        stays: String,
+    },
     /// No weight is quantized by a table `[[weights]]` of a recipe.
     IdleTable {
         /// Its number, starting at 1.
@@ -110,6 +119,32 @@ impl Warning {
         Ok(first.map(|dtype| Self::UnreadNumbers { weights, dtype }))
     }
 
+    /// Warns of patterns of `only` by which no weight is quantized, where others quantize some.
+    /// Weights that are chosen and cannot be quantized are another warning.
+    pub(super) fn of_only(
+        policy: &Policy,
+        model: &Model<'_>,
+        decisions: &[Decision],
+    ) -> Result<Vec<Self>, PolicyError> {
+        let mut warnings = Vec::new();
+        for pattern in &policy.recipe().only {
+            let matcher = Patterns::new([pattern])?;
+            let about = model.weights.iter().zip(decisions);
+            let about = about.filter(|(weight, _)| matcher.first(weight.names()).is_some());
+            let nearest = about.min_by_key(|(_, decision)| match decision {
+                Decision::Quantize { .. } => (0, 0),
+                Decision::Keep(reason) => (1, reason.place()),
+            });
+            if let Some((weight, Decision::Keep(reason))) = nearest
+                && !reason.is_unmet()
+            {
+                let (pattern, weight) = (pattern.clone(), weight.name.clone());
+                warnings.push(Self::IdlePattern { pattern, weight, stays: reason.to_string() });
+            }
+        }
+        Ok(warnings)
+    }
+
     /// Warns of a table of a recipe by which no weight is quantized.
     pub(super) fn of_idle(
         tables: &[RecipeWeights],
@@ -150,6 +185,7 @@ impl Warning {
             Self::StacksByShape { .. } => "stacks-by-shape",
             Self::UnreadNumbers { .. } => "unread-numbers",
             Self::FewerLayers { .. } => "fewer-layers",
+            Self::IdlePattern { .. } => "idle-pattern",
             Self::IdleTable { .. } => "idle-table",
         }
     }
@@ -159,7 +195,9 @@ impl Warning {
     pub fn weights(&self) -> &[String] {
         match self {
             Self::StacksByShape { weights } | Self::UnreadNumbers { weights, .. } => weights,
-            Self::IdleTable { weight, .. } => std::slice::from_ref(weight),
+            Self::IdlePattern { weight, .. } | Self::IdleTable { weight, .. } => {
+                std::slice::from_ref(weight)
+            }
             Self::UnknownArchitecture { .. } | Self::FewerLayers { .. } => &[],
         }
     }
@@ -216,6 +254,11 @@ impl fmt::Display for Warning {
             Self::FewerLayers { asked, layers } => write!(
                 f,
                 "high precision for {asked} of the layers: the model has {layers}; ask for fewer"
+            ),
+            Self::IdlePattern { pattern, weight, stays } => write!(
+                f,
+                "`only` pattern `{pattern}`: quantizes no weight: `{weight}` stays ({stays}); \
+                 remove the pattern, or name another matrix with it"
             ),
             Self::IdleTable { table, names, weight, stays, by_only } => {
                 write!(f, "`[[weights]]` table {table} (`{names}`): quantizes no weight: ")?;

@@ -62,7 +62,8 @@ impl fmt::Display for WriteReport {
             let (lost, error) = (self.inverted_inexactly, self.inverted_error);
             let rounded = format!("rounded to f32: {rounded}, by {error:.1e} at most");
             let lost = format!("different when converted back: {lost}");
-            writeln!(f, "tensor scales stored as 1 / scale: {inverted}; {rounded}; {lost}")?;
+            let written = format!("tensor scales of which 1 / scale was written: {inverted}");
+            writeln!(f, "{written}; {rounded}; {lost}")?;
         }
         match self.input_scales_left_out {
             0 => {}
@@ -104,8 +105,8 @@ mod tests {
         let lines = [
             "tensors: 3 of 144 bytes, files: 1",
             "blocks that took in a tensor scale: 8, 5 values of 2 changed",
-            "tensor scales stored as 1 / scale: 6; rounded to f32: 5, by 4.0e-8 at most; \
-             different when converted back: 1",
+            "tensor scales of which 1 / scale was written: 6; rounded to f32: 5, by 4.0e-8 at \
+             most; different when converted back: 1",
             "scales of quantized inputs that were left out: 4",
             "inputs that are no longer quantized as layers run: 3",
             "weights that were decoded to floats: 7",

@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use burn_fp4_checkpoints::{
-    DataType, Dtype, Fp4Weight, Fp8Weight, GgmlRow, Model, Numbers, Pattern, Quantization, Syntax,
-    Tensor, TensorScale, Value, Weight,
+    DataType, Dtype, Fp4Weight, Fp8Weight, GgmlRow, Granularity, Model, Numbers, Pattern,
+    Quantization, Syntax, Tensor, TensorScale, Value, Weight,
 };
 use burn_fp4_formats::TensorScale as Scale;
 use burn_fp4_formats::{Fp4Format, Packed};
@@ -156,7 +156,17 @@ pub(crate) fn mixed() -> Model<'static> {
     ];
     let weight = |(name, shape, dtype)| fp8(name, [130, 160], shape, dtype, random);
     mixed.weights.extend(shapes.map(weight));
+    scale_inputs(&mut mixed);
     mixed
+}
+
+/// Gives FP8 with one scale a scale of its inputs.
+pub(crate) fn scale_inputs(model: &mut Model<'_>) {
+    for weight in &mut model.weights {
+        if let Value::Fp8(Fp8Weight { granularity: Granularity::Tensor, .. }) = &weight.value {
+            weight.input_scale = Some(TensorScale::Multiplier(Numbers::new(&[0.25])));
+        }
+    }
 }
 
 /// FP8 whose scales have this shape and dtype.

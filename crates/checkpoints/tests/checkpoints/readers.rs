@@ -3,7 +3,7 @@
 use std::fs;
 
 use burn_fp4_checkpoints::dialect::{Program, writer};
-use burn_fp4_checkpoints::{Checkpoint, Model, WriteOptions};
+use burn_fp4_checkpoints::{Checkpoint, Dtype, Model, Numbers, TensorScale, Value, WriteOptions};
 use burn_fp4_formats::Fp4Format;
 
 use super::folder;
@@ -117,4 +117,51 @@ fn inputs_that_modelopt_rounds_with_mxfp4_are_counted_where_nothing_rounds_them(
         .and_then(|model| model.write(&path, "compressed-tensors", &WriteOptions::default()))
         .expect("written");
     assert_eq!(report.dynamic_inputs_left_out, 2);
+}
+
+/// vLLM and SGLang register a scale of the inputs for `FP8`, with the least f32 in it, and none for
+/// rows and blocks, whose inputs they quantize as layers run.
+#[test]
+fn fp8_has_the_input_scales_that_readers_of_modelopt_load_and_no_others() {
+    let mut source = mixed();
+    let scale = || Some(TensorScale::Multiplier(Numbers::new(&[0.25])));
+    for weight in &mut source.weights {
+        if matches!(weight.value, Value::Fp8(_)) {
+            weight.input_scale = scale();
+        }
+    }
+    let path = folder("readers-input-scales").join("out");
+    let report = source.write(&path, "modelopt", &WriteOptions::default()).expect("written");
+    assert_eq!(report.input_scales_left_out, 3);
+    let read = Checkpoint::open(&path).expect("a checkpoint");
+    let weights = read.weights().expect("weights");
+    let scaled = weights
+        .iter()
+        .filter(|weight| matches!(weight.value, Value::Fp8(_)) && weight.input_scale.is_some());
+    assert_eq!(scaled.map(|weight| weight.name.as_str()).collect::<Vec<_>>(), ["a.tensor.weight"]);
+    source.weights.iter_mut().for_each(|weight| weight.input_scale = None);
+    let path = folder("readers-no-input-scales").join("out");
+    let error = source.write(&path, "modelopt", &WriteOptions::default()).expect_err("refused");
+    let says = "`a.tensor.weight`: the dialect `modelopt` cannot hold FP8 weights with one scale \
+                and none for their inputs; decode them";
+    assert_eq!(error.to_string(), says);
+    let decode = WriteOptions { decode_fp8: Some(Dtype::BF16), ..WriteOptions::default() };
+    source.write(&path, "modelopt", &decode).expect("decoded");
+    // Their readers multiply such weights by inputs of 16 bits.
+    let path = folder("readers-of-other-configs").join("out");
+    source.write(&path, "compressed-tensors", &WriteOptions::default()).expect("written");
+}
+
+/// `ModelOptFp8PbWoLinearMethod` of vLLM, and ModelOpt's own files.
+#[test]
+fn scales_of_fp8_in_blocks_have_the_four_axes_that_readers_of_modelopt_register() {
+    let source = mixed();
+    let checkpoint = written("four-axes", &source);
+    let scales = checkpoint.container().get("a.block.weight_scale").expect("scales");
+    assert_eq!(scales.shape[..], [2, 1, 2, 1]);
+    let read = checkpoint.weights().expect("weights");
+    for weight in source.weights.iter().filter(|weight| weight.name.starts_with("a.")) {
+        let found = read.iter().find(|found| found.name == weight.name).expect("the weight");
+        assert_eq!(found.values().expect("floats"), weight.values().expect("floats"));
+    }
 }

@@ -9,7 +9,7 @@ use burn_fp4_checkpoints::{
 };
 use burn_fp4_formats::{Fp4Format, Packed, ScaleLayout};
 
-use super::models::{dense, experts, fp4, fp8, ggml, ggml_rows, raw_file, scalar};
+use super::models::{dense, experts, fp4, fp8, ggml, ggml_rows, raw_file, scalar, scale_inputs};
 use super::random::Random;
 
 /// The readers: dialects, and the index of a folder of several files.
@@ -104,6 +104,7 @@ fn mixed() -> Model<'static> {
     mixed
         .weights
         .extend(shapes.map(|(name, shape, dtype)| fp8(name, [6, 48], shape, dtype, random)));
+    scale_inputs(&mut mixed);
     mixed
 }
 

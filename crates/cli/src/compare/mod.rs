@@ -6,7 +6,7 @@ mod report;
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use burn_fp4_checkpoints::{Checkpoint, Reader, Value, Weight};
+use burn_fp4_checkpoints::{Checkpoint, CheckpointError, Reader, TensorProblem, Value, Weight};
 
 use crate::accuracy::mean;
 use crate::checkpoint::{is_quantized, model, open, readable};
@@ -14,11 +14,13 @@ use crate::counted::counted;
 use crate::error::CliError;
 use crate::fold::{Folded, fold, fold_weights, natural};
 use crate::listed::file_ending;
+use crate::page::check_writable;
 use crate::percent::Percent;
 use crate::print::{print, print_json};
 use crate::progress;
-use crate::remarks::{self, Remarks};
+use crate::remarks::Remarks;
 use crate::table::{Column, Order, table, width, wrapped};
+use crate::warnings::help;
 use report::{Relation, Report, Row};
 
 /// Compare the values of two checkpoints, whatever their formats and dialects; either may be dense.
@@ -30,7 +32,7 @@ use report::{Relation, Report, Row};
 /// is no difference.
 #[derive(clap::Args)]
 #[command(after_help = EXIT_CODES)]
-#[command(after_long_help = [EXIT_CODES, &remarks::help()].join("\n\n"))]
+#[command(after_long_help = [EXIT_CODES, help()].join("\n\n"))]
 pub(crate) struct Arguments {
     /// The original.
     #[arg(value_name = "A")]
@@ -101,6 +103,7 @@ const SHOWN: usize = 20;
 
 /// Runs the command. Returns true if a difference was found.
 pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
+    arguments.html.as_deref().map(check_writable).transpose()?;
     let mut remarks = Remarks::default();
     let a = open(&arguments.a, arguments.from_a.as_deref(), &mut remarks);
     let a = a.map_err(|error| error.with_option(FROM[0]))?;
@@ -217,34 +220,65 @@ pub(crate) fn is_changed(pair: &[Weight<'_>; 2]) -> bool {
 
 /// Measures the distance of the two forms of a weight; otherwise, says why there is none.
 pub(crate) fn difference(pair: &[Weight<'_>; 2]) -> Result<Sums, String> {
-    if let [Value::Fp4(a), Value::Fp4(b)] = pair.each_ref().map(|weight| &weight.value)
-        && (&a.shape, a.transposed) == (&b.shape, b.transposed)
-    {
-        // The order in which a dialect multiplies in f32 is no difference of its numbers.
-        return Ok(sums_of(a.exact_values(), b.exact_values())?);
+    match exact_difference(pair) {
+        Some(sums) => sums,
+        None => values(pair)?.map_or_else(|| Ok(Sums::default()), |values| between(&values)),
     }
-    let (Ok(a), Ok(b)) = (pair[0].values(), pair[1].values()) else {
-        // Integers, float64 and records of ggml are the same or not.
-        let [a, b] = pair.each_ref().map(|weight| match &weight.value {
-            Value::Plain(tensor) => Some((tensor.dtype, &tensor.shape, &tensor.bytes)),
-            Value::Fp8(_) | Value::Fp4(_) => None,
-        });
-        return match a.is_some() && a == b {
-            true => Ok(Sums::default()),
-            false => {
-                Err("values of such types are not compared, and their bytes differ".to_owned())
-            }
-        };
+}
+
+/// Measures the distance of a weight that is FP4 in both forms, by codes and scales: the order in
+/// which a dialect multiplies these in f32 is no difference of its numbers.
+pub(crate) fn exact_difference(pair: &[Weight<'_>; 2]) -> Option<Result<Sums, String>> {
+    let [Value::Fp4(a), Value::Fp4(b)] = pair.each_ref().map(|weight| &weight.value) else {
+        return None;
     };
-    if a.0 != b.0 {
-        return Err(format!("shapes {:?} and {:?}", a.0, b.0));
+    let alike = (&a.shape, a.transposed) == (&b.shape, b.transposed);
+    alike.then(|| Ok(sums_of(a.exact_values(), b.exact_values())?))
+}
+
+/// Decodes the two forms of a weight to values of one shape; otherwise, says why they cannot be
+/// compared. None: numbers of another type, with the same bytes.
+pub(crate) fn values(pair: &[Weight<'_>; 2]) -> Result<Option<[Vec<f32>; 2]>, String> {
+    let (a, b) = match pair.each_ref().map(|weight| weight.values()) {
+        [Ok(a), Ok(b)] => (a, b),
+        errors => {
+            // Integers and records of ggml are the same or not.
+            let [a, b] = pair.each_ref().map(|weight| match &weight.value {
+                Value::Plain(tensor) => Some((tensor.dtype, &tensor.shape, &tensor.bytes)),
+                Value::Fp8(_) | Value::Fp4(_) => None,
+            });
+            if a.is_some() && a == b {
+                return Ok(None);
+            }
+            let beyond = errors.into_iter().find_map(|found| match found {
+                Err(CheckpointError::Tensor {
+                    problem: TensorProblem::Beyond { found, .. },
+                    ..
+                }) => Some(found),
+                Ok(_) | Err(_) => None,
+            });
+            return Err(match beyond {
+                Some(found) => {
+                    format!("{found:e} is beyond the range of f32, in which values are compared")
+                }
+                None => "values of such types are not compared, and their bytes differ".to_owned(),
+            });
+        }
+    };
+    match a.0 == b.0 {
+        true => Ok(Some([a.1, b.1])),
+        false => Err(format!("shapes {:?} and {:?}", a.0, b.0)),
     }
-    let [a, b] = [&a.1, &b.1].map(|values| values.iter().map(|&value| f64::from(value)));
+}
+
+/// Measures the distance of values; otherwise, says why there is none.
+pub(crate) fn between(values: &[Vec<f32>; 2]) -> Result<Sums, String> {
+    let [a, b] = values.each_ref().map(|values| values.iter().map(|&value| f64::from(value)));
     Ok(sums_of(a, b)?)
 }
 
 /// The sums over values that can be subtracted; otherwise, why some cannot.
-pub(crate) fn sums_of(
+fn sums_of(
     a: impl Iterator<Item = f64>,
     b: impl Iterator<Item = f64>,
 ) -> Result<Sums, &'static str> {

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
-use burn_fp4_search::formats::{E2M1, Packed, bf16, f16};
+use burn_fp4_search::formats::{Packed, bf16, f16};
 use burn_fp4_search::host::{HostElement, PackedView, View, squared_error, tensor_amax};
 use burn_fp4_search::{
     Fp4Scheme, Method, SearchError, Statistics, TensorScaling, squared_output_error,
@@ -19,7 +19,8 @@ use super::jobs::Job;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use super::kernels::{Failure, KernelElement, Kernels};
 use super::statistics::{Known, StatisticsFile};
-use crate::accuracy::{Blocks, Tally};
+use crate::accuracy::Tally;
+use crate::blocks::{blocks, in_mxfp4};
 use crate::error::CliError;
 use crate::remarks::{Remarks, Warning};
 
@@ -230,7 +231,8 @@ impl<'q> Quantizer<'q> {
                         drop(known);
                         known = self.known(group, member, at, how)?;
                     }
-                    let tally = measured(group, member, values, &part, &packed, &known);
+                    let tally =
+                        measured(group, member, values, &part, &packed, used.method, &known);
                     let tally = tally.map_err(|source| self.blame(source, group, &part, values));
                     sums[member].add(Tally { unseen: [u64::from(unseen), 1], ..tally? });
                 }
@@ -391,6 +393,7 @@ fn measured<T: HostElement>(
     values: &[T],
     part: &Part,
     packed: &Packed,
+    method: Method,
     known: &Known,
 ) -> Result<Tally, SearchError> {
     let rows = &group.rows[member];
@@ -406,60 +409,10 @@ fn measured<T: HostElement>(
         Known::Gram(gram) => Some(squared_output_error(values, quantized, view, gram)?),
         Known::Nothing | Known::Unseen | Known::SecondMoments(_) => None,
     };
-    let blocks = blocks(values, quantized, view);
+    let (blocks, other) =
+        (blocks(values, quantized, view), in_mxfp4(values, quantized, view, method));
     let values = squared_error(values, quantized, view)?;
-    Ok(Tally { values, outputs, blocks, ..Tally::default() })
-}
-
-/// Blocks whose errors are measured, at most. More would take time, and tell the same.
-const SAMPLE: usize = 4096;
-
-/// Counts the blocks of a weight. One large value raises the tensor scale until the scales of other
-/// blocks are imprecise or round to zero, which an error of the whole weight does not show.
-fn blocks<T: HostElement>(values: &[T], packed: PackedView<'_>, view: View) -> Blocks {
-    let PackedView { block_size, codes, scales, tensor_scale, .. } = packed;
-    let row = packed.format.row();
-    let grid = row.block_scale;
-    let per_row = view.axis / block_size;
-    let block_values = |block: usize| {
-        let (row, first) = (block / per_row, block % per_row * block_size);
-        let (outer, inner) = (row / view.inner, row % view.inner);
-        (first..first + block_size)
-            .map(move |col| values[(outer * view.axis + col) * view.inner + inner].to_f32())
-    };
-    let block_codes = |block: usize| &codes[block * block_size / 2..][..block_size / 2];
-    let mut blocks = Blocks::default();
-    for block in (0..scales.len()).step_by(scales.len().div_ceil(SAMPLE).max(1)) {
-        let multiplier = tensor_scale[(block / per_row).min(tensor_scale.len() - 1)];
-        let scale = f64::from(grid.decode(scales[block])) * f64::from(multiplier);
-        let codes = block_codes(block).iter().flat_map(|byte| [byte & 0xF, byte >> 4]);
-        let decoded = codes.map(|code| f64::from(E2M1.decode(code)) * scale);
-        let mut squares = [0.0; 2];
-        for (before, after) in block_values(block).map(f64::from).zip(decoded) {
-            squares[0] += (after - before).powi(2);
-            squares[1] += before * before;
-        }
-        if squares[1] > 0.0 {
-            blocks.errors[0] += (squares[0] / squares[1]).sqrt();
-            blocks.errors[1] += 1.0;
-        }
-    }
-    let largest = scales.iter().copied().filter(|scale| !grid.is_nan(*scale)).max();
-    blocks.peak = largest.map_or(0.0, |scale| f64::from(grid.decode(scale)));
-    if !row.tensor_scale {
-        return blocks;
-    }
-    blocks.all = scales.len() as u64;
-    let subnormal = 1..1_u8 << grid.mantissa_bits;
-    for (block, &scale) in scales.iter().enumerate() {
-        let zero = |codes: &[u8]| codes.iter().all(|&byte| byte & 0x77 == 0);
-        if zero(block_codes(block)) || grid.decode(scale) == 0.0 {
-            blocks.zeroed += u64::from(block_values(block).any(|value| value != 0.0));
-        } else {
-            blocks.small += u64::from(subnormal.contains(&scale));
-        }
-    }
-    blocks
+    Ok(Tally { values, outputs, blocks, other, ..Tally::default() })
 }
 
 /// Rows of all matrices, as the weight of an outline.

@@ -39,6 +39,7 @@ use burn_fp4_checkpoints::{
     Checkpoint, CheckpointError, Dtype, Model, Output, Planned, Reader, Start, Value, Weight,
     WriteOptions, missing_layers, planned_defects,
 };
+use burn_fp4_policy::{Recipe, RecipeFile};
 use burn_fp4_search::{Fp4Scheme, Method};
 
 use crate::accuracy::{Errors, TallyAt};
@@ -51,10 +52,12 @@ use crate::page::time;
 use crate::print::{next, print, print_json, say};
 use crate::progress;
 use crate::readers;
-use crate::remarks::{self, Remarks};
+use crate::remarks::Remarks;
 use crate::size::Size;
 use crate::table::{width, wrapped};
 use crate::unheld::{holders, pattern};
+use crate::unmet::unmet;
+use crate::warnings::help;
 use ahead::{Ahead, Ends};
 use budget::Budget;
 use device::Device;
@@ -82,7 +85,7 @@ use statistics::{MADE_BY, StatisticsFile};
 /// The last lines are the mean and the largest error. The error of a weight is |Q - W| / |W|; in
 /// the mean each quantized weight counts once, whatever its size. `fp4 compare` has the same mean.
 #[derive(clap::Args)]
-#[command(after_long_help = [&readers::table(), &remarks::help(), EXAMPLES].join("\n\n"))]
+#[command(after_long_help = [&readers::table(), help(), EXAMPLES].join("\n\n"))]
 pub(crate) struct Arguments {
     #[command(flatten)]
     input: Input,
@@ -159,14 +162,15 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let checkpoint = arguments.input.open(&mut remarks)?;
     let model = model(&checkpoint, &mut remarks)?;
     remarks.print();
-    let path = arguments.recipe.as_deref();
-    let recipe = arguments.options.with_recipe(path, &mut remarks)?;
-    let mut resolved = ResolvedOptions::of(recipe, path, &model, arguments.out.as_deref())?;
+    let file = arguments.recipe.as_ref().map(RecipeFile::read).transpose()?;
+    let recipe = arguments.options.with_recipe(file.as_ref(), &mut remarks)?;
+    let out_path = arguments.out.as_deref();
+    let mut resolved = ResolvedOptions::of(recipe, file.as_ref(), &model, out_path)?;
     resolved.cast_kept = arguments.cast_kept;
     let dialect = resolved.dialect();
     let out = out(arguments, dialect)?;
     let selection = Selection::of(&model, &resolved.policy);
-    let mut selection = selection.map_err(|error| arguments.options.named(error))?;
+    let mut selection = selection.map_err(|error| arguments.options.blame(error, file.as_ref()))?;
     let refused = match refusal(&mut selection, &model) {
         Some(refused) if !arguments.dry_run => return Err(refused),
         // The plan is shown before.
@@ -203,7 +207,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let planned_defects = planned_defects(&outline, &selection.groups, dialect);
         remarks.warn_each(missing_layers(&model).into_iter().chain(planned_defects));
         if refused.is_none() {
-            remarks.warn_each(report.unmet());
+            remarks.warn_each(unmet(&model, &selection.decisions));
         }
         remarks.print();
         if !arguments.dry_run && !selection.warnings.is_empty() {
@@ -255,6 +259,15 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let cast = Errors::of_casts(&model, cast, &mut remarks);
         finish(arguments.json, out, &report, remarks, errors, cast)
     })
+}
+
+/// What a run without options would quantize, and the error that would end it. None: it would be
+/// refused before.
+pub(crate) fn by_default(model: &Model<'_>) -> Option<(Selection, Option<CliError>)> {
+    let resolved = ResolvedOptions::of(Recipe::default(), None, model, None).ok()?;
+    let mut selection = Selection::of(model, &resolved.policy).ok()?;
+    let refused = refusal(&mut selection, model);
+    Some((selection, refused))
 }
 
 /// The path to write to, if it is given.

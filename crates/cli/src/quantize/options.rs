@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::selection::{DEFAULT, Matrices, Selection, dialect_of};
 use burn_fp4_checkpoints::{CheckpointError, Dtype, Model, dialect};
-use burn_fp4_policy::{Decision, Policy, PolicyError, Preset, Recipe, RecipeError, RecipeWeights};
+use burn_fp4_policy::{Decision, Policy, PolicyError, Preset, Recipe, RecipeFile, RecipeWeights};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser};
@@ -115,33 +115,48 @@ pub(super) fn schemes(selection: &Selection) -> Vec<Fp4Scheme> {
 }
 
 impl Options {
-    /// The error of a selection, in which a pattern of the command line has the name of its option.
-    pub(super) fn named(&self, error: CheckpointError) -> CliError {
-        let stated = match &error {
-            CheckpointError::Policy(PolicyError::NoMatch { list, .. }) => match *list {
-                "`keep`" => !self.keep.is_empty(),
-                "`only`" => !self.only.is_empty(),
-                _ => false,
-            },
-            _ => false,
+    /// Names the source of the error of a selection: an option, or the file of the recipe with the
+    /// line of the choice.
+    pub(super) fn blame(&self, error: CheckpointError, file: Option<&RecipeFile>) -> CliError {
+        let of_pattern = |pattern: &String| {
+            let own = self.keep.contains(pattern) || self.only.contains(pattern);
+            (own, file.and_then(|file| file.line_of_pattern(pattern)))
         };
-        let error = CliError::from(error);
-        if stated { error.of_option() } else { error }
+        let (own, line) = match &error {
+            CheckpointError::Policy(
+                PolicyError::NoMatch { pattern, .. }
+                | PolicyError::Malformed { pattern, .. }
+                | PolicyError::Pattern { pattern, .. },
+            ) => of_pattern(pattern),
+            CheckpointError::UnknownDialect { .. } | CheckpointError::ReadOnly { .. } => {
+                let line = file.and_then(|file| file.line_of_key("dialect"));
+                (self.dialect.is_some(), line)
+            }
+            // Only tables of a recipe make the schemes of weights differ.
+            CheckpointError::Policy(
+                PolicyError::OtherFormat { .. } | PolicyError::OtherScheme { .. },
+            ) => (false, None),
+            _ => (true, None),
+        };
+        match file {
+            Some(file) if !own => CliError::in_recipe(file, line, error.into()),
+            Some(_) | None => CliError::from(error).of_option(),
+        }
     }
 
     /// These choices, and a recipe's where they are open. `--keep` adds to those that a recipe
     /// keeps; a note names the choices of the recipe that are replaced.
     pub(super) fn with_recipe(
         &self,
-        path: Option<&Path>,
+        file: Option<&RecipeFile>,
         remarks: &mut Remarks,
     ) -> Result<Recipe, CliError> {
-        let mut recipe = path.map(Recipe::read).transpose()?.unwrap_or_default();
+        let mut recipe = file.map(RecipeFile::recipe).transpose()?.unwrap_or_default();
         // As other paths in files, it starts at the folder of the file.
-        let folder = path.and_then(Path::parent).unwrap_or(Path::new(""));
+        let folder = file.and_then(|file| file.path().parent()).unwrap_or(Path::new(""));
         recipe.calibration = recipe.calibration.map(|file| folder.join(file));
-        if let Some(path) = path {
-            self.note_replaced(&recipe, path, remarks);
+        if let Some(file) = file {
+            self.note_replaced(&recipe, file.path(), remarks);
         }
         let keep = recipe.keep.into_iter().chain(self.keep.iter().cloned()).collect();
         // A preset and a list are two ways to say which weights.
@@ -205,25 +220,18 @@ pub(super) struct ResolvedOptions {
 }
 
 impl ResolvedOptions {
-    /// Decides everything that a recipe leaves open. `path` is its file.
+    /// Decides everything that a recipe leaves open. `file` is where some of its choices are.
     pub(super) fn of(
         mut recipe: Recipe,
-        path: Option<&Path>,
+        file: Option<&RecipeFile>,
         model: &Model<'_>,
         out: Option<&Path>,
     ) -> Result<Self, CliError> {
         // It is printed, and stands in the task of a run that may be resumed.
         if let Some(path) = recipe.calibration.as_deref().filter(|path| path.to_str().is_none()) {
-            let what = format!(
-                "--calibration {}: expected a path in UTF-8; rename the file",
-                path.display()
-            );
+            let what = format!("{}: expected a path in UTF-8; rename the file", path.display());
             return Err(CliError::Choice(what));
         }
-        let wrong = |problem| match path {
-            None => problem,
-            Some(path) => RecipeError::In { path: path.to_owned(), problem: Box::new(problem) },
-        };
         let miles = recipe.preset == Some(Preset::Miles);
         if miles {
             // The converter of miles ran on TransformerEngine 2.10 when it was merged.
@@ -233,7 +241,7 @@ impl ResolvedOptions {
                 && format != fits
             {
                 let what = format!(
-                    "the preset `{}` is for {fits}, not {format}; leave out --format",
+                    "the preset `{}` is for {fits}, not {format}; leave out the format",
                     Preset::Miles
                 );
                 return Err(CliError::Choice(what));
@@ -255,9 +263,18 @@ impl ResolvedOptions {
         if written.contains(&&*dialect) && !packable.contains(&&*dialect) {
             let names = packable.join(", ");
             let what = format!("the dialect `{dialect}` has no FP4; choose one of {names}");
-            return Err(CliError::Choice(what));
+            let error = CliError::Choice(what);
+            return Err(match file {
+                Some(file) => CliError::in_recipe(file, file.line_of_key("dialect"), error),
+                None => error,
+            });
         }
-        Ok(Self { policy: Policy::new(recipe).map_err(wrong)?, cast_kept: None })
+        let policy = Policy::new(recipe);
+        let blamed = |problem| match file {
+            Some(file) => file.blame(problem),
+            None => problem,
+        };
+        Ok(Self { policy: policy.map_err(blamed)?, cast_kept: None })
     }
 
     /// The dialect to write.

@@ -176,10 +176,10 @@ fn quantize<'w>(
 }
 
 /// The sums of a weight as the note on it, exactly.
-fn note(Tally { values, outputs, blocks, unseen }: Tally) -> String {
+fn note(Tally { values, outputs, blocks, other, unseen }: Tally) -> String {
     let Blocks { all, zeroed, small, errors, peak } = blocks;
     let counts = [all, zeroed, small].into_iter().chain(unseen).map(|count| count.to_string());
-    let sums = errors.into_iter().chain([peak]).chain(values);
+    let sums = errors.into_iter().chain([peak]).chain(other).chain(values);
     let sums = sums.chain(outputs.into_iter().flatten());
     counts.chain(sums.map(|sum| sum.to_string())).collect::<Vec<_>>().join(" ")
 }
@@ -191,10 +191,12 @@ fn of_note(note: &str) -> Option<Tally> {
     let counts: Vec<u64> = counts.iter().filter_map(|count| count.parse().ok()).collect();
     let sums: Vec<f64> = sums.iter().filter_map(|sum| sum.parse().ok()).collect();
     let &[all, zeroed, small, unseen, of] = &counts[..] else { return None };
-    let &[errors, blocks, peak, change, energy, ref outputs @ ..] = &sums[..] else { return None };
+    let &[errors, blocks, peak, other, number, change, energy, ref outputs @ ..] = &sums[..] else {
+        return None;
+    };
     let blocks = Blocks { all, zeroed, small, errors: [errors, blocks], peak };
-    let outputs = <[f64; 2]>::try_from(outputs).ok();
-    Some(Tally { values: [change, energy], outputs, blocks, unseen: [unseen, of] })
+    let (outputs, other) = (<[f64; 2]>::try_from(outputs).ok(), [other, number]);
+    Some(Tally { values: [change, energy], outputs, blocks, other, unseen: [unseen, of] })
 }
 
 /// The sums of weights that an earlier run has quantized or cast, by their places in the model.
@@ -255,6 +257,7 @@ mod tests {
             values: [0.1, 1e-300],
             outputs: Some([2.5, 1.0 / 3.0]),
             blocks: Blocks { all: 9, zeroed: 3, small: 4, errors: [0.7, 9.0], peak: 448.0 },
+            other: [0.6, 8.0],
             unseen: [0, 1],
         };
         for tally in [tally, Tally { outputs: None, ..tally }] {

@@ -40,9 +40,6 @@ pub(super) struct Row {
     /// The method and the rule for a table, where they are not those of most weights.
     #[serde(skip)]
     by: String,
-    /// True if it was chosen to be quantized and cannot be.
-    #[serde(skip)]
-    unmet: bool,
     bytes_before: u64,
     bytes_after: u64,
 }
@@ -120,10 +117,6 @@ impl Report {
                 short,
                 scheme: scheme.copied(),
                 by: scheme.map_or_else(String::new, |scheme| difference(scheme, &base)),
-                unmet: match &selection.decisions[at] {
-                    Decision::Keep(reason) => reason.is_unmet(),
-                    Decision::Quantize { .. } => false,
-                },
                 bytes_before: weight.bytes() as u64,
                 bytes_after: after[at],
             }
@@ -174,23 +167,6 @@ impl Report {
             weights,
             text: format!("{first}{others}; {remedy}"),
         })
-    }
-
-    /// Warns of the weights that were chosen to be quantized and cannot be, once for every pattern
-    /// of names.
-    pub(super) fn unmet(&self) -> Vec<Warning> {
-        let unmet: Vec<&Row> = self.weights.iter().filter(|row| row.unmet).collect();
-        let rows = unmet.iter().map(|row| (row.module(), &row.shape[..], row.short.clone()));
-        let line = |one: Folded| {
-            let short = &unmet[one.members[0]].short;
-            let text = match one.members.len() {
-                1 => format!("`{}` stays: {short}", one.name),
-                count => format!("{count} x `{}` stay: {short}", one.name),
-            };
-            let weights = one.members.iter().map(|&at| unmet[at].name.clone()).collect();
-            Warning { kind: "stays", weights, text }
-        };
-        fold_weights(&rows.collect::<Vec<_>>()).into_iter().map(line).collect()
     }
 
     /// Lays out the plan with a line for every pattern of names, or with `all` for every tensor.

@@ -8,9 +8,9 @@ use burn_fp4_search::Gram;
 use burn_fp4_search::formats::Fp4Format;
 use serde::Serialize;
 
-use crate::accuracy::mean;
+use crate::accuracy::{bits, mean};
 use crate::checkpoint::model;
-use crate::compare::{difference, is_changed};
+use crate::compare::{between, difference, exact_difference, is_changed, values};
 use crate::error::CliError;
 use crate::fold::natural;
 use crate::number::optional;
@@ -131,7 +131,6 @@ impl Report {
     ) -> Result<Self, CliError> {
         let mut remarks = Remarks::default();
         let (found, reference) = (model(checkpoint, &mut remarks)?, model(original, &mut remarks)?);
-        remarks.print();
         let by_name: HashMap<&str, &Weight<'_>> =
             reference.weights.iter().map(|weight| (weight.name.as_str(), weight)).collect();
         let [reader, of_reference] =
@@ -250,39 +249,40 @@ impl Row {
         self.name.strip_suffix(".weight").unwrap_or(&self.name)
     }
 
-    /// Returns the error of the outputs, or of the weight where they are not known; more than any
-    /// for a weight that cannot be compared.
+    /// Returns the error of the weight; more than any for one that cannot be compared. Errors of
+    /// outputs are another measure, which not every weight has.
     pub(super) fn severity(&self) -> f64 {
         match self.problem {
             Some(_) => f64::INFINITY,
-            None => self.output_error_percent.or(self.error_percent).unwrap_or(0.0),
+            None => self.error_percent.unwrap_or(0.0),
         }
     }
 }
 
-/// Computes the error of a weight, and of the outputs of its layer if its inputs are known.
+/// Computes the error of a weight, and of the outputs of its layer if its inputs are known. Each
+/// form of the weight is decoded once.
 fn errors(
     pair: &[Weight<'_>; 2],
     inputs: Option<&Gram>,
 ) -> Result<(Percent, Option<Percent>), String> {
-    let error = Percent::of(difference(pair)?.squares);
     let fits = |gram: &&Gram| {
         let shape = pair[0].shape();
         gram.is_whole() && shape.len() == 2 && shape[1] == gram.channels()
     };
-    let Some(gram) = inputs.filter(fits) else { return Ok((error, None)) };
-    let (Ok((_, original)), Ok((_, found))) = (pair[0].values(), pair[1].values()) else {
-        return Ok((error, None));
+    let Some(gram) = inputs.filter(fits) else {
+        return Ok((Percent::of(difference(pair)?.squares), None));
     };
+    let exact = exact_difference(pair).transpose()?;
+    let Some(mut values) = values(pair)? else { return Ok((Percent(0.0), None)) };
+    let error = match exact {
+        Some(exact) => exact,
+        None => between(&values)?,
+    };
+    let [original, found] = &mut values;
+    found.iter_mut().zip(&*original).for_each(|(found, original)| *found -= original);
     let squares = |rows: &[f32]| gram.squared_outputs(rows).map_err(|error| error.to_string());
-    let differences: Vec<f32> =
-        original.iter().zip(&found).map(|(original, found)| found - original).collect();
-    let outputs = Percent::of([squares(&differences)?, squares(&original)?]);
-    Ok((error, Some(outputs)))
-}
-
-fn bits(bytes: usize, values: usize) -> f64 {
-    8.0 * bytes as f64 / values.max(1) as f64
+    let outputs = Percent::of([squares(found)?, squares(original)?]);
+    Ok((Percent::of(error.squares), Some(outputs)))
 }
 
 /// Returns the mean bits of the values of weights. None: there are none.

@@ -10,6 +10,9 @@ use crate::size::Size;
 use super::findings::{Report, Row};
 use super::text::{loss, share, summary};
 
+/// An error of a weight, in percent.
+type Measure = fn(&Row) -> Option<f64>;
+
 /// Renders the page.
 pub(super) fn page(report: &Report) -> String {
     let mut body = String::new();
@@ -30,13 +33,17 @@ pub(super) fn page(report: &Report) -> String {
     if !report.texts.is_empty() {
         let _ = write!(body, "<h2>Predictions</h2>\n{}", texts(report));
     }
-    let of_outputs = report.output_error_percent.is_some();
-    let of = if of_outputs { "outputs" } else { "weights" };
-    let error = |row: &Row| if of_outputs { row.output_error_percent } else { row.error_percent };
-    let errors = report.weights.iter().filter_map(|row| Some((row.module(), error(row)?)));
-    let mut errors: Vec<(&str, f64)> = errors.collect();
-    errors.sort_by(|a, b| b.1.total_cmp(&a.1));
-    let _ = write!(body, "<h2>Largest errors of {of}, in percent</h2>\n{}", bars(&errors));
+    // A plot for each of the two measures.
+    let measures: [(&str, Measure); 2] =
+        [("outputs", |row| row.output_error_percent), ("weights", |row| row.error_percent)];
+    for (of, error) in measures {
+        let errors = report.weights.iter().filter_map(|row| Some((row.module(), error(row)?)));
+        let mut errors: Vec<(&str, f64)> = errors.collect();
+        errors.sort_by(|a, b| b.1.total_cmp(&a.1));
+        if !errors.is_empty() {
+            let _ = write!(body, "<h2>Largest errors of {of}, in percent</h2>\n{}", bars(&errors));
+        }
+    }
     let _ = write!(body, "<h2>All weights, worst first</h2>\n{}", weights(&report.weights));
     document(&title(report), &body)
 }

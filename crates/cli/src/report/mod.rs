@@ -17,6 +17,7 @@ pub use findings::{Report, Text};
 use crate::checkpoint::{open, readable};
 use crate::compare::html_file;
 use crate::error::CliError;
+use crate::page::check_writable;
 use crate::print::{print, print_json, quoted};
 use crate::remarks::Remarks;
 use crate::table::{width, wrapped};
@@ -61,6 +62,14 @@ pub struct Output {
 }
 
 impl Output {
+    /// Checks that the page can be written, before the work that it is about.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn check(&self) -> Result<(), CliError> {
+        self.html.as_deref().map_or(Ok(()), check_writable)
+    }
+
     /// Prints a report on standard output, and writes its page if asked.
     ///
     /// # Errors
@@ -80,6 +89,7 @@ impl Output {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let Arguments { model, reference, from, from_reference, output } = arguments;
+    output.check()?;
     let mut remarks = Remarks::default();
     let checkpoint = open(model, from.as_deref(), &mut remarks)?;
     let original = open(reference, from_reference.as_deref(), &mut remarks);

@@ -178,7 +178,7 @@ pub(super) fn summary(report: &Report) -> Vec<String> {
             (Some(problem), _, _) => warning(format!("`{name}`: {problem}"), None),
             (None, Some(outputs), Some(error)) => {
                 let [outputs, error] = [outputs, error].map(Percent);
-                format!("worst: {name}, error of outputs {outputs}, of the weight {error}")
+                format!("worst: {name}, error {error}, of outputs {outputs}")
             }
             (None, _, error) => format!("worst: {name}, error {}", Percent(error.unwrap_or(0.0))),
         });

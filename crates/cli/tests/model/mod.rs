@@ -64,6 +64,7 @@ pub(crate) fn values(count: usize, seed: u64) -> Vec<f32> {
 }
 
 /// A tensor to write.
+#[derive(Clone)]
 pub(crate) struct Tensor {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,

@@ -255,6 +255,7 @@ fn kept(parameter: &Parameter, reason: Reason, config: &Fp4Config) -> Result<Kee
         | Reason::Preset(_)
         | Reason::Unlisted(_)
         | Reason::Transposed(_)
+        | Reason::Stacked
         | Reason::CannotHold { .. }
         | Reason::With(_) => KeepReason::AsInFiles { reason: reason.to_string() },
     })

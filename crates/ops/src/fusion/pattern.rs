@@ -35,7 +35,7 @@ pub(super) struct Reshape {
     output: TensorId,
 }
 
-/// The operations of a weight.
+/// Operations of a weight: the only one of a pattern, or a member of a family of one input.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Member {
     pub(super) dequantize: CustomOpIr,

@@ -165,7 +165,7 @@ mod tests {
     use burn_fp4_search::formats::Fp4Format;
 
     use super::*;
-    use crate::plan::{Capability, Dtype, GPU};
+    use crate::plan::Dtype;
 
     fn matmul(n: usize, k: usize) -> Matmul {
         let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);
@@ -210,17 +210,5 @@ mod tests {
         for (n, k) in [(0, 4096), (4096, 0), (4096, 128)] {
             assert_eq!(PrefetchedPart::of(&matmul(n, k)), None);
         }
-    }
-
-    #[test]
-    fn products_of_few_rows_read_ahead_on_hopper() {
-        let hopper = Capability { wgmma: WgmmaSupport::Ptx, ..GPU };
-        let planned = |m, device| {
-            let planned = Matmul { m, ..matmul(4096, 4096) }.plan(device).unwrap();
-            planned.expect("a plan").prefetches()
-        };
-        assert!(planned(1, &hopper));
-        assert!(!planned(64, &hopper));
-        assert!(!planned(1, &GPU));
     }
 }

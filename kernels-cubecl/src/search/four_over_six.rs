@@ -21,7 +21,7 @@ const LARGEST_AMAX: f32 = (1u64 << 60) as f32;
 
 /// Sets the better of two scales for each row of a thread tile, given the largest magnitudes.
 #[cube]
-pub(crate) fn four_over_six<E: Int, N: Size>(
+pub(crate) fn better_of_both<E: Int, N: Size>(
     args: &QuantizeArgs<E, N>,
     elements: &Array<f32>,
     largest: &Array<f32>,

@@ -14,7 +14,7 @@ use burn_fp4_search::Method;
 use cubecl::prelude::*;
 
 use self::amax::amax_scales;
-use self::four_over_six::four_over_six;
+use self::four_over_six::better_of_both;
 use self::quantize_args::QuantizeArgs;
 use self::sse::search_sse;
 use crate::numeric::rule::BlockScales;
@@ -37,7 +37,7 @@ pub(crate) fn choose_scales<E: Int, N: Size>(
     match comptime!(args.blueprint.method) {
         Method::Amax => amax_scales::<E, N>(args, largest, origin, &mut scales),
         Method::FourOverSix { .. } => {
-            four_over_six::<E, N>(args, elements, largest, origin, &mut scales)
+            better_of_both::<E, N>(args, elements, largest, origin, &mut scales)
         }
         Method::Sse(_) => search_sse::<E, N>(args, elements, largest, origin, &mut scales),
         // Others need Hessians or have no kernel: no plan leads here.

@@ -364,16 +364,14 @@ fn foreign_llama(path: &Path, dialect: &str) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f3
         for (at, (name, inputs, outputs)) in LINEARS.into_iter().enumerate() {
             let name = format!("model.layers.{layer}.{name}.weight");
             let seed = (100 + 10 * layer + at) as u64;
-            let (weight, file_values) = match name.contains("v_proj") {
+            let (mut weight, file_values) = match name.contains("v_proj") {
                 true => fp8(&name, outputs, inputs, seed),
                 false => {
                     let matrix = packed(seed, Fp4Format::NvFp4, outputs, inputs, 0.031_25);
-                    let mut weight = fp4(&name, std::slice::from_ref(&matrix));
-                    let scale = TensorScale::Multiplier(Numbers::new(&[0.5]));
-                    weight.input_scale = Some(scale);
-                    (weight, matrix.dequantize())
+                    (fp4(&name, std::slice::from_ref(&matrix)), matrix.dequantize())
                 }
             };
+            weight.input_scale = Some(TensorScale::Multiplier(Numbers::new(&[0.5])));
             weights.push(weight);
             values.push(transposed(&file_values, outputs, inputs));
         }
@@ -1237,7 +1235,9 @@ fn stacked_fp8_is_split_into_layers() {
     let values = FileTensor::new("x", Dtype::F8_E4M3, vec![EXPERTS, 32, 64], codes.clone());
     let stated = FileTensor::new("scale", Dtype::F32, vec![EXPERTS], bytes).expect("scales");
     let stack = Fp8Weight::new(values.expect("a shape"), stated, [128, 128]).expect("FP8");
-    write(vec![Weight::new("experts.up", 0, Value::Fp8(stack))], &path, "modelopt");
+    let mut weight = Weight::new("experts.up", 0, Value::Fp8(stack));
+    weight.input_scale = Some(TensorScale::Multiplier(Numbers::new(&[0.5; EXPERTS])));
+    write(vec![weight], &path, "modelopt");
 
     let mut layers = separate(&device);
     let map = CheckpointMap::new().experts("experts.{}.up.weight", "experts.up");

@@ -952,7 +952,7 @@ fn a_recipe_says_the_same_as_the_command_line() {
         ("formt = \"mxfp4\"\n", ["recipe.toml: line 1: ", "`formt`"]),
         ("# 4 bits\n\nformat = \"mxfp5\"\n", ["recipe.toml: line 3: ", "`mxfp5`"]),
         ("keep = [\n\"a\",\n", ["recipe.toml: line ", "array"]),
-        ("only = [\"a\"]\npreset = \"miles\"\n", ["recipe.toml: `only`", "with `preset`"]),
+        ("only = [\"a\"]\npreset = \"miles\"\n", ["recipe.toml: line 1: `only`", "with `preset`"]),
     ] {
         fs::write(folder.path().join("recipe.toml"), recipe).expect("a recipe");
         fails(folder.path(), "quantize model --out x --recipe recipe.toml", 2, &says);

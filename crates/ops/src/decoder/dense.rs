@@ -4,6 +4,7 @@ use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
 use crate::devices::decoder::{DecoderBackend, multiplies_rows};
+use crate::matmul::product_of_nothing;
 
 /// Multiplies an input `[.., K]` by a dense weight `[K, N]`, in either order of memory. A single
 /// row in f32 on `flex` is multiplied by all threads, where Burn's product has one. Up to 8 rows in
@@ -27,8 +28,11 @@ pub fn dense_matmul<const D: usize>(input: Tensor<D>, weight: Tensor<2>) -> Tens
     let mut shape = input.dims();
     let found = core::mem::replace(&mut shape[D - 1], outputs);
     let rows: usize = shape[..D - 1].iter().product();
-    if rows == 0 || found != channels || channels == 0 {
+    if found != channels {
         return burn::tensor::module::linear(input, weight, None);
+    }
+    if rows == 0 || channels == 0 {
+        return product_of_nothing(input, outputs);
     }
     let input = input.reshape([rows, channels]);
     let product: Tensor<2> =

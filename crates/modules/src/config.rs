@@ -299,7 +299,7 @@ impl Fp4Config {
         }
         let entries = recipe.weights.iter().zip(schemes).flat_map(|(entry, scheme)| {
             let change = scheme.map_or(Change::Dense, Change::Scheme);
-            // The last override wins, and the first name of an entry is the reason to keep a weight.
+            // The last override wins, and the first name of an entry is the reason to keep.
             let names = entry.names.iter().rev();
             names.map(move |name| Override { pattern: name.clone(), change })
         });

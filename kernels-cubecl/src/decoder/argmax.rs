@@ -14,8 +14,8 @@ use crate::plan::{Capability, Dtype, Refusal};
 /// Units of a cube: rows are long, and few.
 const UNITS: u32 = 1024;
 
-/// Returns the index of the first of the largest values of each row of `[rows, cols]`: i32 `[rows]`.
-/// NaN counts as less than any number.
+/// Returns the index of the first of the largest values of each row of `[rows, cols]`: i32
+/// `[rows]`. NaN counts as less than any number.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.

@@ -27,9 +27,9 @@ pub const MAX_DENSE_GEMV_ROWS: usize = 8;
 /// Rows of the weight whose loads are in flight together.
 const LOADS: u32 = 4;
 
-/// Computes `[m, n]`, the product of an input `[m, k]` of at most [`MAX_DENSE_GEMV_ROWS`] rows and a
-/// weight `[k, n]`, which is `[n, k]` in memory if it is `transposed`. All have one dtype; sums are
-/// f32, in an order that depends only on shape, layout, dtype and device.
+/// Computes `[m, n]`, the product of an input `[m, k]` of at most [`MAX_DENSE_GEMV_ROWS`] rows and
+/// a weight `[k, n]`, which is `[n, k]` in memory if it is `transposed`. All have one dtype; sums
+/// are f32, in an order that depends only on shape, layout, dtype and device.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.

@@ -2,8 +2,9 @@
 //!
 //! On `flex` in f32 each is one operation that writes to the memory of its inputs where nothing
 //! else reads it. On devices with kernels a norm is one kernel. Attention is two for one new token
-//! of each sequence, and four for several, two of them dense matmuls. On every other device, and where a pass is recorded or differentiated,
-//! each is the tensor operations that its documentation names.
+//! of each sequence, and four for several, two of them dense matmuls. On every other device, and
+//! where a pass is recorded or differentiated, each is the tensor operations that its documentation
+//! names.
 //!
 //! | file           | contents                                                            |
 //! |----------------|---------------------------------------------------------------------|

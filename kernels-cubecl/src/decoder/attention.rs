@@ -25,7 +25,8 @@ use half::{bf16, f16};
 
 use super::row::widest_vector;
 use crate::memory::check_memory;
-use crate::plan::{Capability, Dtype, Refusal};
+use crate::numeric::element::narrow;
+use crate::plan::{Capability, Conversion, Dtype, Refusal};
 
 /// Operands of [`attend`], contiguous.
 #[derive(Debug, Clone)]
@@ -171,10 +172,12 @@ struct Plan {
     vector: u32,
     /// Units per channel of the cube that adds the tiles.
     parts: u32,
+    conversion: Conversion,
 }
 
 impl Plan {
-    fn new(shape: &AttentionShape, dtype: Dtype, &Capability { plane, .. }: &Capability) -> Self {
+    fn new(shape: &AttentionShape, dtype: Dtype, device: &Capability) -> Self {
+        let &Capability { plane, .. } = device;
         let &AttentionShape { heads, kv_heads, head_dim, .. } = shape;
         let head_dim = head_dim as u32;
         let vector = head_vector(head_dim, dtype);
@@ -192,7 +195,8 @@ impl Plan {
         // Barriers again.
         let most_parts = if plane > 1 { 1024 / head_dim.next_power_of_two() } else { 1 };
         let parts = most_parts.min(8);
-        Self { units, plane, tile, queries, groups: of_key_head / queries, head_dim, vector, parts }
+        let (groups, conversion) = (of_key_head / queries, Conversion::to(dtype, device));
+        Self { units, plane, tile, queries, groups, head_dim, vector, parts, conversion }
     }
 
     /// Vectors of a head.
@@ -316,11 +320,12 @@ pub(super) fn rotated<F: Float, N: Size>(
 pub(super) fn to_vector<F: Float, N: Size>(
     values: &Array<f32>,
     #[comptime] vector: u32,
+    #[comptime] conversion: Conversion,
 ) -> Vector<F, N> {
     let mut rounded = Vector::<F, N>::empty();
     #[unroll]
     for index in 0..comptime!(vector as usize) {
-        rounded.insert(index, F::cast_from(values[index]));
+        rounded.insert(index, narrow::<F>(values[index], conversion));
     }
     rounded
 }
@@ -343,7 +348,8 @@ fn attend_kernel<F: Float, N: Size>(
     last: u32,
     #[comptime] plan: Plan,
 ) {
-    let Plan { units, plane, tile, queries: rows, groups, head_dim, vector, .. } = comptime!(plan);
+    let Plan { units, plane, tile, queries: rows, groups, head_dim, vector, conversion, .. } =
+        comptime!(plan);
     let columns = comptime!(plan.columns());
     let half = comptime!(plan.columns() / 2);
     let step = comptime!(plan.step());
@@ -365,8 +371,8 @@ fn attend_kernel<F: Float, N: Size>(
             let (low, high) =
                 rotated::<F, N>(first, second, cos, sin, angles + UNIT_POS * vector, vector);
             let to = cached + position * columns + UNIT_POS;
-            key_cache[to as usize] = to_vector::<F, N>(&low, vector);
-            key_cache[(to + half) as usize] = to_vector::<F, N>(&high, vector);
+            key_cache[to as usize] = to_vector::<F, N>(&low, vector, conversion);
+            key_cache[(to + half) as usize] = to_vector::<F, N>(&high, vector, conversion);
         }
         if UNIT_POS < columns {
             let to = cached + position * columns + UNIT_POS;
@@ -547,7 +553,7 @@ fn combine_kernel<F: Float>(
     last: u32,
     #[comptime] plan: Plan,
 ) {
-    let Plan { head_dim, vector, parts, .. } = comptime!(plan);
+    let Plan { head_dim, vector, parts, conversion, .. } = comptime!(plan);
     let columns = comptime!(plan.columns());
     let width = comptime!(head_dim.next_power_of_two());
     let head = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
@@ -598,7 +604,7 @@ fn combine_kernel<F: Float>(
     }
     if part == 0u32 && slot < head_dim {
         let channel = slot % columns * vector + slot / columns;
-        output[(head * head_dim + channel) as usize] = F::cast_from(total / sum);
+        output[(head * head_dim + channel) as usize] = narrow::<F>(total / sum, conversion);
     }
 }
 

@@ -19,7 +19,8 @@ use half::{bf16, f16};
 
 use super::row::widest_vector;
 use crate::memory::check_memory;
-use crate::plan::{Capability, Dtype, Refusal, UNITS};
+use crate::numeric::element::narrow;
+use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 
 /// Largest number of rows of the input of [`dense_gemv`]. Each is read again for every plane.
 pub const MAX_DENSE_GEMV_ROWS: usize = 8;
@@ -63,7 +64,8 @@ pub fn dense_gemv(
             (Dtype::Bf16, false) => launch_columns::<bf16>,
         };
         let vector = widest_vector(if transposed { k } else { n }, dtype);
-        launch(client, device, [input, weight, output.clone()], [m, n, k], vector);
+        let form = (vector, Conversion::to(dtype, device));
+        launch(client, device, [input, weight, output.clone()], [m, n, k], form);
     }
     Ok(output)
 }
@@ -73,7 +75,7 @@ fn launch_rows<F: Float>(
     device: &Capability,
     [input, weight, output]: [Handle; 3],
     [m, n, k]: [usize; 3],
-    vector: usize,
+    (vector, conversion): (usize, Conversion),
 ) {
     let vectors = k / vector;
     let [x, y] = device.two_dimensions((n as u32).div_ceil(LOADS * (UNITS / device.plane)));
@@ -91,6 +93,7 @@ fn launch_rows<F: Float>(
             vectors as u32,
             m as u32,
             vector as u32,
+            conversion,
             device.plane,
         );
     }
@@ -105,6 +108,7 @@ fn rows_kernel<F: Float, N: Size>(
     vectors: u32,
     #[comptime] m: u32,
     #[comptime] vector: u32,
+    #[comptime] conversion: Conversion,
     #[comptime] plane: u32,
 ) {
     let lane = UNIT_POS % plane;
@@ -146,7 +150,7 @@ fn rows_kernel<F: Float, N: Size>(
             let own = sums[comptime!((row * m + of_input) as usize)];
             let sum = if comptime!(plane > 1) { plane_sum(own) } else { own };
             if lane == 0u32 && first + row < rows {
-                output[(of_input * rows + first + row) as usize] = F::cast_from(sum);
+                output[(of_input * rows + first + row) as usize] = narrow::<F>(sum, conversion);
             }
         }
     }
@@ -157,7 +161,7 @@ fn launch_columns<F: Float>(
     device: &Capability,
     [input, weight, output]: [Handle; 3],
     [m, n, k]: [usize; 3],
-    vector: usize,
+    (vector, conversion): (usize, Conversion),
 ) {
     let vectors = n / vector;
     // Without planes barriers are slow: a unit takes all of k.
@@ -177,6 +181,7 @@ fn launch_columns<F: Float>(
             vectors as u32,
             m as u32,
             vector as u32,
+            conversion,
             device.plane,
             units,
         );
@@ -192,6 +197,7 @@ fn columns_kernel<F: Float, N: Size>(
     vectors: u32,
     #[comptime] m: u32,
     #[comptime] vector: u32,
+    #[comptime] conversion: Conversion,
     #[comptime] plane: u32,
     #[comptime] units: u32,
 ) {
@@ -250,7 +256,8 @@ fn columns_kernel<F: Float, N: Size>(
                 sum += shared[(comptime!(part * width) + at) as usize];
             }
             if first + at < vectors * vector {
-                output[(of_input * vectors * vector + first + at) as usize] = F::cast_from(sum);
+                output[(of_input * vectors * vector + first + at) as usize] =
+                    narrow::<F>(sum, conversion);
             }
             at += units;
         }

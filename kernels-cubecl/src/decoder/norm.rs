@@ -8,7 +8,8 @@ use half::{bf16, f16};
 
 use super::row::{sum_of_cube, widest_vector};
 use crate::memory::check_memory;
-use crate::plan::{Capability, Dtype, Refusal, UNITS};
+use crate::numeric::element::narrow;
+use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 
 /// Outputs of [`rms_norm`], in the shape and dtype of its input.
 #[derive(Debug, Clone)]
@@ -58,10 +59,13 @@ pub fn rms_norm(
         Dtype::Bf16 => launch::<bf16>,
     };
     let vector = widest_vector(channels, dtype);
-    launch(client, device, [input, weight], update, &outputs, [rows, channels, vector], epsilon);
+    let conversion = Conversion::to(dtype, device);
+    let lengths = [rows, channels, vector];
+    launch(client, device, [input, weight], update, &outputs, lengths, epsilon, conversion);
     Ok(outputs)
 }
 
+#[allow(clippy::too_many_arguments)]
 fn launch<F: Float>(
     client: &Client,
     &Capability { plane, .. }: &Capability,
@@ -70,6 +74,7 @@ fn launch<F: Float>(
     outputs: &Normalized,
     [rows, channels, vector]: [usize; 3],
     epsilon: f32,
+    conversion: Conversion,
 ) {
     // Without planes a unit takes a row.
     let units = if plane > 1 { UNITS } else { 1 };
@@ -94,6 +99,7 @@ fn launch<F: Float>(
             epsilon,
             vector as u32,
             adds,
+            conversion,
             plane,
             units,
         );
@@ -112,6 +118,7 @@ fn norm_kernel<F: Float, N: Size>(
     epsilon: f32,
     #[comptime] vector: u32,
     #[comptime] adds: bool,
+    #[comptime] conversion: Conversion,
     #[comptime] plane: u32,
     #[comptime] units: u32,
 ) {
@@ -126,7 +133,10 @@ fn norm_kernel<F: Float, N: Size>(
             #[unroll]
             for index in 0..comptime!(vector as usize) {
                 let value = f32::cast_from(values.extract(index));
-                sum.insert(index, F::cast_from(value + f32::cast_from(added.extract(index))));
+                sum.insert(
+                    index,
+                    narrow::<F>(value + f32::cast_from(added.extract(index)), conversion),
+                );
             }
             values = sum;
             sums[(first + at) as usize] = values;
@@ -152,7 +162,10 @@ fn norm_kernel<F: Float, N: Size>(
         #[unroll]
         for index in 0..comptime!(vector as usize) {
             let value = f32::cast_from(values.extract(index)) * factor;
-            output.insert(index, F::cast_from(value * f32::cast_from(weights.extract(index))));
+            output.insert(
+                index,
+                narrow::<F>(value * f32::cast_from(weights.extract(index)), conversion),
+            );
         }
         normalized[(first + at) as usize] = output;
         at += units;

@@ -18,7 +18,8 @@ use super::attention::{
 };
 use super::row::{max_of_cube, sum_of_cube, widest_vector};
 use crate::memory::check_memory;
-use crate::plan::{Capability, Dtype, Refusal, UNITS};
+use crate::numeric::element::narrow;
+use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 
 /// Checks that [`rotate_into_cache`] and [`attention_weights`] run a shape with RoPE for
 /// `positions` positions, on any device.
@@ -64,7 +65,8 @@ pub fn rotate_into_cache(
             Dtype::Bf16 => launch_rotate::<bf16>,
         };
         let vector = head_vector(shape.head_dim as u32, dtype);
-        launch(client, device, operands, rotated.clone(), shape, positions, vector);
+        let form = (vector, Conversion::to(dtype, device));
+        launch(client, device, operands, rotated.clone(), shape, positions, form);
     }
     Ok(rotated)
 }
@@ -76,7 +78,7 @@ fn launch_rotate<F: Float>(
     output: Handle,
     shape: AttentionShape,
     positions: usize,
-    vector: u32,
+    (vector, conversion): (u32, Conversion),
 ) {
     let AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
     let AttentionHandles { queries, keys, values, key_cache, value_cache, cos, sin, position } =
@@ -112,6 +114,7 @@ fn launch_rotate<F: Float>(
             last,
             head_dim as u32,
             vector,
+            conversion,
         );
     }
 }
@@ -137,6 +140,7 @@ fn rotate_kernel<F: Float, N: Size>(
     last: u32,
     #[comptime] head_dim: u32,
     #[comptime] vector: u32,
+    #[comptime] conversion: Conversion,
 ) {
     let columns = comptime!(head_dim / vector);
     let half = comptime!(columns / 2);
@@ -155,16 +159,16 @@ fn rotate_kernel<F: Float, N: Size>(
         let (first, second) = (queries[from as usize], queries[(from + half) as usize]);
         let (low, high) = rotated::<F, N>(first, second, cos, sin, angle, vector);
         let to = ((sequence * heads + head) * tokens + token) * columns + pair;
-        output[to as usize] = to_vector::<F, N>(&low, vector);
-        output[(to + half) as usize] = to_vector::<F, N>(&high, vector);
+        output[to as usize] = to_vector::<F, N>(&low, vector, conversion);
+        output[(to + half) as usize] = to_vector::<F, N>(&high, vector, conversion);
     } else {
         let head = head - heads;
         let from = ((sequence * tokens + token) * kv_heads + head) * columns + pair;
         let (first, second) = (keys[from as usize], keys[(from + half) as usize]);
         let (low, high) = rotated::<F, N>(first, second, cos, sin, angle, vector);
         let to = ((sequence * kv_heads + head) * capacity + position) * columns + pair;
-        key_cache[to as usize] = to_vector::<F, N>(&low, vector);
-        key_cache[(to + half) as usize] = to_vector::<F, N>(&high, vector);
+        key_cache[to as usize] = to_vector::<F, N>(&low, vector, conversion);
+        key_cache[(to + half) as usize] = to_vector::<F, N>(&high, vector, conversion);
         value_cache[to as usize] = values[from as usize];
         value_cache[(to + half) as usize] = values[(from + half) as usize];
     }
@@ -198,7 +202,8 @@ pub fn attention_weights(
             Dtype::Bf16 => launch_softmax::<bf16>,
         };
         let vector = widest_vector(capacity, dtype);
-        launch(client, device, [scores, positions, weights.clone()], shape, vector);
+        let form = (vector, Conversion::to(dtype, device));
+        launch(client, device, [scores, positions, weights.clone()], shape, form);
     }
     Ok(weights)
 }
@@ -208,7 +213,7 @@ fn launch_softmax<F: Float>(
     device: &Capability,
     [scores, positions, weights]: [Handle; 3],
     shape: AttentionShape,
-    vector: usize,
+    (vector, conversion): (usize, Conversion),
 ) {
     let AttentionShape { batch, tokens, heads, capacity, head_dim, .. } = shape;
     let rows = batch * heads * tokens;
@@ -231,6 +236,7 @@ fn launch_softmax<F: Float>(
             vectors as u32,
             1.0 / (head_dim as f32).sqrt(),
             vector as u32,
+            conversion,
             device.plane,
             units,
         );
@@ -248,6 +254,7 @@ fn softmax_kernel<F: Float, N: Size>(
     vectors: u32,
     scale: f32,
     #[comptime] vector: u32,
+    #[comptime] conversion: Conversion,
     #[comptime] plane: u32,
     #[comptime] units: u32,
 ) {
@@ -288,7 +295,7 @@ fn softmax_kernel<F: Float, N: Size>(
     let factor = 1.0f32 / sum_of_cube(sum, plane, units);
     let mut at = UNIT_POS;
     while at < vectors {
-        let mut found = Vector::<F, N>::new(F::cast_from(0.0f32));
+        let mut found = Vector::<F, N>::new(narrow::<F>(0.0f32, conversion));
         if at < counted {
             let loaded = scores[(first + at) as usize];
             #[unroll]
@@ -296,7 +303,7 @@ fn softmax_kernel<F: Float, N: Size>(
                 let score = f32::cast_from(loaded.extract(comptime!(index as usize)));
                 if at * vector + index < count {
                     let weight = ((score - largest) * scale).exp() * factor;
-                    found.insert(comptime!(index as usize), F::cast_from(weight));
+                    found.insert(comptime!(index as usize), narrow::<F>(weight, conversion));
                 }
             }
         }

@@ -562,7 +562,7 @@ mod tests {
         assert_eq!(of(1, 8192), Some((1, 4, 1, 32)));
         assert_eq!(of(1, 4096), Some((1, 8, 1, 32)));
         assert_eq!(of(1, 20), Some((1, 8, 1, 32)));
-        assert_eq!(of(2, 8192), Some((1, 4, 2, 64)));
+        assert_eq!(of(2, 8192), Some((1, 4, 2, 32)));
         assert_eq!(of(3, 8192), Some((1, 4, 4, 0)));
         assert_eq!(of(3, 4096), Some((1, 8, 4, 0)));
         assert_eq!(of(5, 8192), Some((2, 4, 8, 0)));

@@ -295,17 +295,14 @@ fn softmax_kernel<F: Float, N: Size>(
     let factor = 1.0f32 / sum_of_cube(sum, plane, units);
     let mut at = UNIT_POS;
     while at < vectors {
-        let mut found = Vector::<F, N>::new(narrow::<F>(0.0f32, conversion));
-        if at < counted {
-            let loaded = scores[(first + at) as usize];
-            #[unroll]
-            for index in 0..vector {
-                let score = f32::cast_from(loaded.extract(comptime!(index as usize)));
-                if at * vector + index < count {
-                    let weight = ((score - largest) * scale).exp() * factor;
-                    found.insert(comptime!(index as usize), narrow::<F>(weight, conversion));
-                }
-            }
+        let loaded = scores[(first + at) as usize];
+        let mut found = Vector::<F, N>::empty();
+        #[unroll]
+        for index in 0..vector {
+            let score = f32::cast_from(loaded.extract(comptime!(index as usize)));
+            let weight = ((score - largest) * scale).exp() * factor;
+            let kept = select(at * vector + index < count, weight, 0.0f32.runtime());
+            found.insert(comptime!(index as usize), narrow::<F>(kept, conversion));
         }
         weights[(first + at) as usize] = found;
         at += units;

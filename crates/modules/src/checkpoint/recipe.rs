@@ -19,7 +19,7 @@ const ALL: &str = "*";
 
 impl Fp4Report {
     /// Saves what was done as a recipe, which does the same again: to the files of the model, by
-    /// `fp4 quantize --recipe`, and to a module, by [`Fp4Config::of_recipe`]. Formats that a
+    /// `fp4 quantize --recipe`, and to a module, by [`Fp4Config::of_recipe`](crate::Fp4Config::of_recipe). Formats that a
     /// [budget](Fp4Config::budget) has chosen become a file so. Names are those that the map gives
     /// weights in checkpoints; it is that of [`save_fp4`](crate::Fp4Module::save_fp4).
     ///

@@ -19,9 +19,10 @@ const ALL: &str = "*";
 
 impl Fp4Report {
     /// Saves what was done as a recipe, which does the same again: to the files of the model, by
-    /// `fp4 quantize --recipe`, and to a module, by [`Fp4Config::of_recipe`](crate::Fp4Config::of_recipe). Formats that a
-    /// [budget](Fp4Config::budget) has chosen become a file so. Names are those that the map gives
-    /// weights in checkpoints; it is that of [`save_fp4`](crate::Fp4Module::save_fp4).
+    /// `fp4 quantize --recipe`, and to a module, by
+    /// [`Fp4Config::of_recipe`](crate::Fp4Config::of_recipe). Formats that a
+    /// [budget](crate::Fp4Config::budget) has chosen become a file so. Names are those that the map
+    /// gives weights in checkpoints; it is that of [`save_fp4`](crate::Fp4Module::save_fp4).
     ///
     /// Formats, block sizes, rules and methods are the same there, and so are the codes, but for
     /// methods that take statistics of inputs, which have to be given again

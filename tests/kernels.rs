@@ -1104,6 +1104,13 @@ fn norms_are_those_of_exact_sums() {
     assert!(matches!(refused, Err(Refusal::Memory { what: "input", expected: 32, .. })));
 }
 
+/// Makes cosines and sines of RoPE, `[positions, head_dim / 2]`.
+fn rotations(positions: usize, head_dim: usize) -> [Vec<f32>; 2] {
+    let angle = |at: usize| (at / (head_dim / 2)) as f32 * 0.7f32.powi((at % 5) as i32);
+    let functions: [fn(f32) -> f32; 2] = [f32::cos, f32::sin];
+    functions.map(|function| (0..positions * head_dim / 2).map(|at| function(angle(at))).collect())
+}
+
 /// Attends with exact sums, to rotated keys.
 struct ExactAttention<'a> {
     shape: host::AttentionShape,
@@ -1180,11 +1187,7 @@ fn attention_of_a_token_is_that_of_exact_sums() {
         };
         let shape = host::AttentionShape { batch, tokens: 1, heads, kv_heads, head_dim, capacity };
         let dtype = [KernelDtype::F32, KernelDtype::Bf16, KernelDtype::F16][at % 3];
-        let angle = |at: usize| (at / (head_dim / 2)) as f32 * 0.7f32.powi((at % 5) as i32);
-        let table = |function: fn(f32) -> f32| -> Vec<f32> {
-            (0..capacity * head_dim / 2).map(|at| function(angle(at))).collect()
-        };
-        let (cos, sin) = (table(f32::cos), table(f32::sin));
+        let [cos, sin] = rotations(capacity, head_dim);
         let exact = ExactAttention { shape, cos: &cos, sin: &sin };
         let mut values = |count: usize| {
             device.upload_rounded((0..count).map(|_| random.normal()).collect(), dtype)
@@ -1246,11 +1249,7 @@ fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
     {
         let shape = host::AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
         let dtype = [KernelDtype::F32, KernelDtype::Bf16, KernelDtype::F16][at];
-        let angle = |at: usize| (at / (head_dim / 2)) as f32 * 0.7f32.powi((at % 5) as i32);
-        let table = |function: fn(f32) -> f32| -> Vec<f32> {
-            (0..capacity * head_dim / 2).map(|at| function(angle(at))).collect()
-        };
-        let (cos, sin) = (table(f32::cos), table(f32::sin));
+        let [cos, sin] = rotations(capacity, head_dim);
         let exact = ExactAttention { shape, cos: &cos, sin: &sin };
         let mut values = |count: usize| {
             device.upload_rounded((0..count).map(|_| random.normal()).collect(), dtype)

@@ -325,6 +325,26 @@ fn the_byte_tokenizer_encodes_bytes() {
 }
 
 #[test]
+fn bytes_of_weights_are_those_that_are_stored() {
+    let folder = folder("genesis");
+    let mut model = load::<Fp4Linear>(&folder);
+    let config = &folder.config;
+    let (hidden, kv) = (config.hidden_size, config.num_key_value_heads() * config.head_dim());
+    let queries = config.num_attention_heads * config.head_dim();
+    let layer = hidden * (2 * queries + 2 * kv + 3 * config.intermediate_size);
+    let values = config.num_hidden_layers * layer;
+    let head = config.vocab_size * hidden * size_of::<f32>();
+    assert_eq!(model.bytes_of_weights(), values * size_of::<f32>() + head);
+
+    let scheme = llama::fp4_config(&model, Fp4Format::NvFp4, Method::Amax);
+    model.quantize_fp4(&scheme).expect("quantized");
+    // A code and a sixteenth of a scale a value, and a tensor scale for each of seven matrices.
+    let packed = values / 2 + values / 16 + config.num_hidden_layers * 7 * size_of::<f32>();
+    assert_eq!(model.bytes_of_weights(), packed + head);
+    assert_eq!(model.bytes_of_position(), config.num_hidden_layers * 2 * kv * size_of::<f32>());
+}
+
+#[test]
 fn an_unsupported_config_is_an_error() {
     let text = std::fs::read_to_string(
         Path::new(env!("CARGO_MANIFEST_DIR")).join("models/genesis/config.json"),

@@ -13,10 +13,10 @@ use super::model::{Llama, Projection};
 const VALUES: usize = 1 << 28;
 const COPIES: usize = 5;
 
-/// What a decode step reads, and how fast.
+/// Memory that a decode step reads, and how fast.
 #[derive(Debug, Clone, Serialize)]
 pub struct Bandwidth {
-    /// Bytes of weights and of the KV cache that a decode step reads, in GB.
+    /// Bytes of matrices and of the KV cache that a decode step reads, in GB.
     pub gb_per_step: f64,
     /// They are read at this rate, on average.
     pub gb_per_second: f64,

@@ -1,7 +1,7 @@
 //! The decoder, of Burn's own modules, with the parameter names of `transformers`.
 
 use anyhow::Result;
-use burn::module::{Module, ModuleDisplay, ModuleVisitor, Param};
+use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::{EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::ops::{self, Int8Matrix, KvCache, Positions, RotaryEmbedding};
@@ -186,17 +186,20 @@ impl<L: Projection> Llama<L> {
         self.layers.iter().map(layer_cache).collect()
     }
 
-    /// Returns the bytes of all weights that a decode step reads: those of the layers and of the
-    /// `lm_head`.
+    /// Returns the bytes of the matrices that a decode step multiplies by, as they are stored: those
+    /// of all layers and of the `lm_head`.
     pub fn bytes_of_weights(&self) -> usize {
-        let mut bytes = WeightBytes(0);
-        self.layers.visit(&mut bytes);
-        match (&self.int8_head, &self.lm_head) {
-            (Some(int8_head), _) => bytes.0 += int8_head.bytes(),
-            (None, Some(lm_head)) => lm_head.visit(&mut bytes),
-            (None, None) => self.embed_tokens.visit(&mut bytes),
-        }
-        bytes.0
+        let head = match (&self.int8_head, &self.lm_head) {
+            (Some(int8_head), _) => int8_head.bytes(),
+            (None, Some(lm_head)) => stored_bytes(lm_head.weight()),
+            (None, None) => stored_bytes(&self.embed_tokens.weight),
+        };
+        let layers = self.layers.iter().flat_map(|layer| {
+            let Attention { q_proj, k_proj, v_proj, o_proj, .. } = &layer.self_attn;
+            let Mlp { gate_proj, up_proj, down_proj } = &layer.mlp;
+            [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
+        });
+        head + layers.map(|layer| stored_bytes(layer.weight())).sum::<usize>()
     }
 
     /// Returns the bytes of a position of a sequence in the KV cache.
@@ -278,15 +281,11 @@ impl<L: Projection> Llama<L> {
     }
 }
 
-/// Adds the bytes of weights, as they are stored.
-struct WeightBytes(usize);
-
-impl ModuleVisitor for WeightBytes {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0 += match param.reparameterization::<PackedWeight>() {
-            Some(packed) => packed.bytes(),
-            None => param.shape().num_elements() * param.base().dtype().size(),
-        };
+/// Returns the bytes of a weight, as it is stored.
+fn stored_bytes(weight: &Param<Tensor<2>>) -> usize {
+    match weight.reparameterization::<PackedWeight>() {
+        Some(packed) => packed.bytes(),
+        None => weight.shape().num_elements() * weight.base().dtype().size(),
     }
 }
 

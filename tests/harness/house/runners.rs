@@ -1,4 +1,4 @@
-//! What runs the blocks of the documents that rustdoc does not run.
+//! Runners of the blocks of the documents that rustdoc does not run.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use self::Runner::{Nothing, Script, Test};
 use super::blocks::{Part, blocks};
 use super::{read, root};
 
-/// What runs a command or a block.
+/// Runner of a command or a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Runner {
     /// rustdoc: a page that a source includes.
@@ -131,7 +131,7 @@ pub struct Run {
     pub page: String,
     /// The part.
     pub part: Part,
-    /// What runs it.
+    /// Its runner.
     pub runner: Runner,
 }
 

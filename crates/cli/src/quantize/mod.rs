@@ -261,8 +261,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     })
 }
 
-/// What a run without options would quantize, and the error that would end it. None: it would be
-/// refused before.
+/// Returns the weights that a run without options would quantize, and the error that would end it.
+/// `None` if the run would be refused before.
 pub(crate) fn by_default(model: &Model<'_>) -> Option<(Selection, Option<CliError>)> {
     let resolved = ResolvedOptions::of(Recipe::default(), None, model, None).ok()?;
     let mut selection = Selection::of(model, &resolved.policy).ok()?;

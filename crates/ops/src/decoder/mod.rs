@@ -1,10 +1,10 @@
 //! Operations of a decoder besides its quantized products.
 //!
 //! On `flex` in f32 each is one operation that writes to the memory of its inputs where nothing
-//! else reads it. On devices with kernels a norm is one kernel. Attention is two for one new token
-//! of each sequence, and four for several, two of them dense matmuls. On every other device, and
-//! where a pass is recorded or differentiated, each is the tensor operations that its documentation
-//! names.
+//! else reads it. On devices with kernels a norm is one kernel. Attention of one new token of each
+//! sequence is two kernels. Attention of several is two kernels and two dense matmuls, with a copy
+//! into their layout each. On every other device, and where a pass is recorded or differentiated,
+//! each is the tensor operations that its documentation names.
 //!
 //! | file           | contents                                                            |
 //! |----------------|---------------------------------------------------------------------|

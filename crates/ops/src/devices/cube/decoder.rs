@@ -6,7 +6,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::{
-    AttentionHandles, Capability, argmax, attend, attention_weights, dense_gemv, rms_norm,
+    AttentionHandles, Capability, Refusal, argmax, attend, attention_weights, dense_gemv, rms_norm,
     rotate_into_cache, sample,
 };
 use burn_fp4_search::host::{AttentionShape, SampleOptions};
@@ -47,9 +47,10 @@ impl DecoderBackend for CubeBackend {
             kernel_dtype(input.dtype),
         );
         match product {
-            Ok(output) => output_tensor(&input, output, Shape::new([m, n]), input.dtype),
-            // Too large for addresses of 32 bits.
-            Err(_) => Self::float_matmul(input, weight),
+            Err(Refusal::TooLarge { .. }) => Self::float_matmul(input, weight),
+            output => {
+                output_tensor(&input, output.expect(CHECKED), Shape::new([m, n]), input.dtype)
+            }
         }
     }
 

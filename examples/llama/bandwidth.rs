@@ -1,4 +1,4 @@
-//! The memory bandwidth that decoding reaches, beside that of a copy.
+//! The memory bandwidth of decoding, compared with that of a copy.
 
 use std::time::Instant;
 

@@ -73,6 +73,14 @@ impl Tally {
         Self { values, ..Self::default() }
     }
 
+    /// Measures another choice, if a warning would advise one: more was lost than usual.
+    pub(crate) fn with_other(self, other: impl FnOnce() -> [f64; 2]) -> Self {
+        match WeightError::new("", &self).loss() {
+            Some(_) => Self { other: other(), ..self },
+            None => self,
+        }
+    }
+
     /// Adds the sums of another matrix of the same stack.
     pub(crate) fn add(&mut self, other: Self) {
         self.values = sum(self.values, other.values);
@@ -135,7 +143,7 @@ struct WeightError {
     /// The mean of the same over blocks, each of which counts once.
     #[serde(skip_serializing_if = "Option::is_none")]
     block_error_percent: Option<f64>,
-    /// The same of these blocks in MXFP4, for a weight in NVFP4.
+    /// The same of these blocks in MXFP4, for a weight in NVFP4 that is warned of.
     #[serde(skip_serializing_if = "Option::is_none")]
     mxfp4_block_error_percent: Option<f64>,
     /// The same of the outputs of its layer.
@@ -158,7 +166,10 @@ impl WeightError {
             name: name.to_owned(),
             error_percent: Percent::of(*values).0,
             block_error_percent: of_blocks,
-            mxfp4_block_error_percent: of_blocks.and_then(|_| mean(*other)),
+            // Not of a stack of which only some matrices were measured.
+            mxfp4_block_error_percent: of_blocks
+                .filter(|_| other[1] == blocks.errors[1])
+                .and_then(|_| mean(*other)),
             output_error_percent: outputs.map(|outputs| Percent::of(outputs).0),
             zeroed_blocks_percent: blocks.share(blocks.zeroed),
             small_blocks_percent: blocks.share(blocks.small),

@@ -3,6 +3,8 @@
 use burn_fp4_checkpoints::{Dtype, Tensor, Value, Weight};
 
 use crate::accuracy::Tally;
+use crate::percent::Percent;
+use crate::warnings::CAST_ERROR;
 
 /// Bytes that are cast at a time to measure the error.
 const PIECE: usize = 1 << 20;
@@ -12,7 +14,10 @@ const PIECE: usize = 1 << 20;
 pub(crate) fn error_of_cast(tensor: &Tensor<'_>, dtype: Dtype) -> Option<Tally> {
     let squares = squares_of_cast(tensor, dtype)?;
     let other = match dtype {
-        Dtype::F16 => squares_of_cast(tensor, Dtype::BF16).unwrap_or_default(),
+        // Advised only if this cast is warned of.
+        Dtype::F16 if Percent::of(squares).0 > CAST_ERROR => {
+            squares_of_cast(tensor, Dtype::BF16).unwrap_or_default()
+        }
         _ => [0.0; 2],
     };
     Some(Tally { other, ..Tally::of_values(squares) })

@@ -32,8 +32,9 @@ use crate::warnings::help;
 ///
 /// Warnings are about values that are NaN, infinite or implausible, wrong scales, and layers that
 /// engines cannot run as one; `fp4 warnings` lists all of them. Of a model of floats it also says
-/// what `fp4 quantize` without options would do: it quantizes 4096 blocks of each weight, and warns
-/// as that would.
+/// what `fp4 quantize` without options would do. It quantizes 4096 blocks of each matrix of floats
+/// that is stored as [outputs, inputs], and warns as that would; of stacks and of matrices stored
+/// the other way round only the run itself warns.
 #[derive(clap::Args)]
 #[command(after_long_help = help())]
 pub(crate) struct Arguments {
@@ -143,8 +144,10 @@ fn examine(checkpoint: &Checkpoint, mut remarks: Remarks) -> Result<Report, CliE
     let total: usize = model.weights.iter().map(Weight::bytes).sum();
     let bar = progress::bytes(total as u64, 0);
     let (mut weights, mut facts) = (Vec::new(), Vec::new());
-    let by_default = by_default(&model);
+    let by_default = by_default(&model).filter(|_| !model.weights.iter().any(is_quantized));
     let mut trial = by_default.as_ref().map(|(selection, _)| Trial::new(selection));
+    // The first weight at whose values a run would end.
+    let mut not_finite = None;
     for (at, weight) in model.weights.iter().enumerate() {
         bar.set_message(weight.name.clone());
         let found = match &weight.value {
@@ -159,9 +162,13 @@ fn examine(checkpoint: &Checkpoint, mut remarks: Remarks) -> Result<Report, CliE
         if let (Some(trial), Some(tried), 0) = (&mut trial, tried, values.not_finite) {
             trial.end(at, tried);
         }
-        let mut row = Row::new(weight, found.as_ref(), values);
         let decision = by_default.as_ref().map(|(selection, _)| &selection.decisions[at]);
-        row.chosen = matches!(decision, Some(Decision::Quantize { .. }));
+        let chosen = matches!(decision, Some(Decision::Quantize { .. }));
+        if chosen && values.not_finite > 0 {
+            not_finite = not_finite.or(Some(weight.name.as_str()));
+        }
+        let mut row = Row::new(weight, found.as_ref(), values);
+        row.chosen = chosen;
         weights.push(row);
         facts.push(found);
         bar.inc(weight.bytes() as u64);
@@ -176,20 +183,23 @@ fn examine(checkpoint: &Checkpoint, mut remarks: Remarks) -> Result<Report, CliE
     remarks.warn_each(defects(&model, &facts));
     let mut plan = None;
     if let Some((selection, refused)) = &by_default
-        && totals.quantized == 0
         && totals.weights > 0
     {
         if let Some(Trial { tallies, .. }) = &trial {
             Errors::warn_of_trial(&model, &selection.groups, tallies, &mut remarks);
         }
         remarks.warn_each(unmet(&model, &selection.decisions));
-        plan = Some(outlook(totals.weights, selection, refused.as_ref()));
+        let refused = refused.as_ref().map(CliError::to_string).or_else(|| {
+            let name = not_finite?;
+            Some(format!("`{name}` has NaN or infinite values; pass --keep '{name}'"))
+        });
+        plan = Some(outlook(totals.weights, selection, refused));
     }
     Ok(Report { dialect: checkpoint.dialect(), weights, plan, remarks, totals })
 }
 
 /// Says what `fp4 quantize` without options makes of a model.
-fn outlook(weights: usize, selection: &Selection, refused: Option<&CliError>) -> String {
+fn outlook(weights: usize, selection: &Selection, refused: Option<String>) -> String {
     let quantized: usize = selection.groups.iter().map(Vec::len).sum();
     match refused {
         None => format!(

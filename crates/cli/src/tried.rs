@@ -81,11 +81,9 @@ impl Tried {
         let [change, _] = squared_error(values, packed, view).ok()?;
         let blocks = blocks(values, packed, view);
         let change = change * self.seen as f64 / rows.max(1) as f64;
-        Some(Tally {
-            other: in_mxfp4(values, packed, view, method),
-            blocks: Blocks { peak: self.largest, ..blocks },
-            ..Tally::of_values([change, self.energy])
-        })
+        let blocks = Blocks { peak: self.largest, ..blocks };
+        let tally = Tally { blocks, ..Tally::of_values([change, self.energy]) };
+        Some(tally.with_other(|| in_mxfp4(values, packed, view, method)))
     }
 }
 

@@ -347,7 +347,8 @@ fn a_run_that_was_started_with_a_signal_ignored_goes_on() {
     while !journal.exists() && child.try_wait().expect("a child").is_none() {
         std::thread::sleep(Duration::from_millis(2));
     }
-    std::thread::sleep(Duration::from_millis(300));
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(child.try_wait().expect("a child").is_none(), "it ended before the signal");
     let _ = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
     let output = child.wait_with_output().expect("it ended");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -1327,7 +1327,7 @@ fn patterns_of_a_recipe_that_match_nothing_are_named() {
     let says = ["recipe.toml: line 4: `keep` pattern `re:.*o_porj`", "matches none"];
     write(recipe);
     fails(folder.path(), plan, 2, &says);
-    // An option beside it is not blamed, unless the pattern is its own.
+    // Another option is not blamed, unless the pattern is its own.
     fails(folder.path(), &format!("{plan} --keep *.k_proj"), 2, &says);
     write("keep = [\"*.q_proj\"]\n");
     let (_, _, error) = run(folder.path(), &format!("{plan} --keep *.k_porj"));

@@ -462,6 +462,31 @@ fn inspection_warns_before_a_run_as_the_run_does_after_it() {
     }
 }
 
+/// Every fourth block is tried, so that numbers differ a little from those of all.
+#[test]
+fn inspection_warns_of_large_weights_by_a_part_of_their_blocks() {
+    let folder = tempdir().expect("a folder");
+    let path = folder.path().join("m.safetensors");
+    let values = model::values(512 * 512, 7);
+    for (at, (largest, kinds)) in
+        [(0.0, vec![]), (3e4, vec!["hidden-error", "large-value"])].into_iter().enumerate()
+    {
+        let mut tensor = floats("layers.0.o_proj.weight", &[512, 512], &values);
+        if largest > 0.0 {
+            tensor = with_first(tensor, largest);
+        }
+        model::write(&path, &[tensor]);
+        let (before, _) = in_json(folder.path(), "inspect m.safetensors");
+        let (after, _) = in_json(folder.path(), &format!("quantize m.safetensors --out out-{at}"));
+        for report in [&before, &after] {
+            let mut found: Vec<_> =
+                about_weights(report).into_iter().map(|(kind, _)| kind).collect();
+            found.sort();
+            assert_eq!(found, kinds, "{report}");
+        }
+    }
+}
+
 #[test]
 fn mxfp4_is_not_advised_where_nvfp4_has_the_smaller_error() {
     const NAME: &str = "layers.0.o_proj.weight";
@@ -475,7 +500,9 @@ fn mxfp4_is_not_advised_where_nvfp4_has_the_smaller_error() {
     let error = &after["errors"]["weights"][0];
     let of = |key: &str| error[key].as_f64().expect("a number");
     assert!(of("small_blocks_percent") > 50.0, "{error}");
-    assert!(of("block_error_percent") < of("mxfp4_block_error_percent"), "{error}");
+    let (in_mxfp4, _) = in_json(folder.path(), "quantize m.safetensors --out mx --format mxfp4");
+    let of_mxfp4 = in_mxfp4["errors"]["weights"][0]["block_error_percent"].as_f64();
+    assert!(of("block_error_percent") < of_mxfp4.expect("a number"), "{error} {in_mxfp4}");
     let (of_result, _) = in_json(folder.path(), "inspect out");
     for report in [&before, &after, &of_result] {
         assert_eq!(about_weights(report), [], "{error}");
@@ -507,6 +534,12 @@ fn inspection_says_what_a_run_would_do() {
     let found = succeeds(folder.path(), "inspect zeros.safetensors");
     assert!(found.contains("would quantize 1 of 1 weight; "), "{found}");
     assert!(found.contains("all of its values are zero, and stay zero in FP4"), "{found}");
+    let nan = with_first(layer("layers.1.o_proj.weight", 5), f32::NAN);
+    model::write(&folder.path().join("nan.safetensors"), &[nan]);
+    let found = succeeds(folder.path(), "inspect nan.safetensors");
+    let says = "would end with an error: `layers.1.o_proj.weight` has NaN or infinite values; pass \
+                --keep";
+    assert!(found.split_whitespace().collect::<Vec<_>>().join(" ").contains(says), "{found}");
     // Of a quantized model there is nothing to say.
     succeeds(folder.path(), "quantize model --out out");
     assert!(!succeeds(folder.path(), "inspect out").contains("would"));

@@ -89,7 +89,7 @@ impl RecipeFile {
     }
 
     /// Puts the file and the line before a problem of its choices. A problem of choices that the
-    /// file does not have stays as it is.
+    /// file does not have is returned unchanged.
     #[must_use]
     pub fn blame(&self, problem: RecipeError) -> RecipeError {
         match self.line_of(&problem) {

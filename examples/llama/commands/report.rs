@@ -87,6 +87,7 @@ fn texts(paths: &[PathBuf], folder: &Folder) -> Result<Vec<Named>> {
 /// Chooses windows of the texts, spread evenly.
 fn output_windows<'t>(arguments: &Arguments, texts: &'t [Named]) -> Result<Vec<&'t [u32]>> {
     let length = arguments.windows.window;
+    ensure!(length > 1, "--window {length}: expected at least 2; pass a larger one");
     let all: Vec<&[u32]> =
         texts.iter().flat_map(|(_, tokens)| tokens.chunks_exact(length)).collect();
     ensure!(

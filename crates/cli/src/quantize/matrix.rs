@@ -409,10 +409,10 @@ fn measured<T: HostElement>(
         Known::Gram(gram) => Some(squared_output_error(values, quantized, view, gram)?),
         Known::Nothing | Known::Unseen | Known::SecondMoments(_) => None,
     };
-    let (blocks, other) =
-        (blocks(values, quantized, view), in_mxfp4(values, quantized, view, method));
-    let values = squared_error(values, quantized, view)?;
-    Ok(Tally { values, outputs, blocks, other, ..Tally::default() })
+    let blocks = blocks(values, quantized, view);
+    let squares = squared_error(values, quantized, view)?;
+    let tally = Tally { values: squares, outputs, blocks, ..Tally::default() };
+    Ok(tally.with_other(|| in_mxfp4(values, quantized, view, method)))
 }
 
 /// Rows of all matrices, as the weight of an outline.

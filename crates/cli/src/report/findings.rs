@@ -259,8 +259,7 @@ impl Row {
     }
 }
 
-/// Computes the error of a weight, and of the outputs of its layer if its inputs are known. Each
-/// form of the weight is decoded once.
+/// Computes the error of a weight, and of the outputs of its layer if its inputs are known.
 fn errors(
     pair: &[Weight<'_>; 2],
     inputs: Option<&Gram>,

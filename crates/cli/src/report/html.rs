@@ -108,7 +108,10 @@ fn weights(rows: &[Row]) -> String {
     for row in rows {
         let percent = |error: Option<f64>| error.map_or(String::new(), |e| Percent(e).to_string());
         let errors = match &row.problem {
-            Some(problem) => format!("<td colspan=\"2\">{}</td>", escaped(problem)),
+            Some(problem) => {
+                let columns = 1 + usize::from(has_outputs);
+                format!("<td colspan=\"{columns}\">{}</td>", escaped(problem))
+            }
             None => {
                 let of_outputs = percent(row.output_error_percent);
                 let of_outputs = outputs(format!("<td class=\"number\">{of_outputs}</td>"));

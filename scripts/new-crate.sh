@@ -9,7 +9,9 @@ mkdir -p "$folder/src"
 git archive --prefix=burn-fp4/ HEAD | tar -x -C "$folder"
 
 # Prints the first block of README in a language.
-block() { sed -n "/^\`\`\`$1\$/,/^\`\`\`\$/{/^\`\`\`/d;p}" README.md; }
+block() {
+    awk -v begin="\`\`\`$1" '$0 == begin { on = 1; next } on && /^```$/ { exit } on' README.md
+}
 
 {
     printf '[package]\nname = "new"\nversion = "0.1.0"\nedition = "2024"\n\n'

@@ -1250,6 +1250,8 @@ fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
         let shape = host::AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
         let dtype = [KernelDtype::F32, KernelDtype::Bf16, KernelDtype::F16][at];
         let [cos, sin] = rotations(capacity, head_dim);
+        // RoPE ends before the cache, or with it.
+        let rows = capacity - at;
         let exact = ExactAttention { shape, cos: &cos, sin: &sin };
         let mut values = |count: usize| {
             device.upload_rounded((0..count).map(|_| random.normal()).collect(), dtype)
@@ -1259,7 +1261,7 @@ fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
         let [mut key_cache, mut value_cache] =
             [(); 2].map(|()| values(batch * kv_heads * capacity * head_dim));
         let scores = values(batch * heads * tokens * capacity);
-        // The last counts as the last of the cache.
+        // The last counts as the last of the cache and RoPE.
         let mut positions: Vec<_> = (2..2 + tokens as i32).collect();
         positions[tokens - 1] = capacity as i32 + 5;
         let upload = |table: &[f32]| client.create_from_slice(f32::as_bytes(table));
@@ -1274,13 +1276,13 @@ fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
             sin: upload(&sin),
             position: position.clone(),
         };
-        let rotated = rotate_into_cache(client, capability, operands, shape, capacity, dtype);
+        let rotated = rotate_into_cache(client, capability, operands, shape, rows, dtype);
         let rotated = device.floats(rotated.expect("memory of the shape"), dtype);
-        let weights = attention_weights(client, capability, scores.1, position, shape, dtype);
+        let weights = attention_weights(client, capability, scores.1, position, shape, rows, dtype);
         let weights = device.floats(weights.expect("memory of the shape"), dtype);
         let what = format!("{shape:?} {dtype:?}");
         for (sequence, token) in (0..batch).flat_map(|at| (0..tokens).map(move |to| (at, to))) {
-            let position = (positions[token] as usize).min(capacity - 1);
+            let position = (positions[token] as usize).min(rows - 1);
             let chunk = |at: usize| at * head_dim..(at + 1) * head_dim;
             for head in 0..heads {
                 let from = (sequence * tokens + token) * heads + head;

@@ -578,3 +578,17 @@ fn modules_and_files_decide_the_same_by_every_recipe() {
     }
     assert!(quantizing.get() > 20, "{} recipes quantize something", quantizing.get());
 }
+
+/// The name to keep is that of a dense weight.
+#[test]
+fn quantizing_by_a_recipe_again_says_that_all_is_quantized() {
+    let device = Device::flex();
+    let mut layers: Vec<Linear> = (0..3).map(|_| LinearConfig::new(64, 64).init(&device)).collect();
+    let recipe = Recipe::parse("keep = ['0.weight']").expect("a recipe");
+    let config = Fp4Config::of_recipe(&recipe, &CheckpointMap::new()).expect("a configuration");
+    layers.quantize_fp4(&config).expect("two weights");
+    match layers.quantize_fp4(&config) {
+        Err(Fp4Error::AlreadyQuantized(paths)) => assert_eq!(paths, ["1.weight", "2.weight"]),
+        other => panic!("{other:?}"),
+    }
+}

@@ -186,8 +186,8 @@ impl<L: Projection> Llama<L> {
         self.layers.iter().map(layer_cache).collect()
     }
 
-    /// Returns the bytes of the matrices that a decode step multiplies by, as they are stored: those
-    /// of all layers and of the `lm_head`.
+    /// Returns the bytes of the matrices that a decode step multiplies by, as they are stored:
+    /// those of all layers and the `lm_head`.
     pub fn bytes_of_weights(&self) -> usize {
         let head = match (&self.int8_head, &self.lm_head) {
             (Some(int8_head), _) => int8_head.bytes(),

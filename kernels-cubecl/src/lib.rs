@@ -29,7 +29,7 @@
 //! | `memory.rs` | [`PackedHandles`]: packed tensors in device memory; checks of its length   |
 //! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
-//! | `decoder/`  | a decoder besides its matmuls: norms, attention, draws of tokens           |
+//! | `decoder/`  | a decoder besides its quantized matmuls: norms, attention, tokens          |
 //! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA, WGMMA; those of wgpu     |
 //!
 //! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not

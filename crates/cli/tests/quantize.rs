@@ -957,6 +957,12 @@ fn a_recipe_says_the_same_as_the_command_line() {
         fs::write(folder.path().join("recipe.toml"), recipe).expect("a recipe");
         fails(folder.path(), "quantize model --out x --recipe recipe.toml", 2, &says);
     }
+    // The file is right alone: the option is to blame.
+    fs::write(folder.path().join("recipe.toml"), "method = \"sse\"\n").expect("a recipe");
+    let options = "--recipe recipe.toml --method four-over-six --format mxfp4";
+    let (code, _, error) = run(folder.path(), &format!("quantize model --out x {options}"));
+    assert!(code == 2 && !error.contains("recipe.toml"), "{error}");
+    assert!(error.contains("four-over-six"), "{error}");
     // Which weights: what the command line says is instead of what a recipe does.
     let json = |recipe: &str, options: &str| {
         fs::write(folder.path().join("recipe.toml"), recipe).expect("a recipe");

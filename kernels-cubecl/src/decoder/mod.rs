@@ -1,10 +1,12 @@
-//! Operations of a decoder besides its matmuls.
+//! Operations of a decoder besides its quantized matmuls.
 //!
 //! | file           | what it does                                                             |
 //! |----------------|--------------------------------------------------------------------------|
 //! | `norm.rs`      | [`rms_norm`], also of a residual stream and its update                   |
 //! | `attention.rs` | [`attend`]: one token's RoPE, the KV cache in place, attention to it     |
 //! | `prefill.rs`   | [`rotate_into_cache`], [`attention_weights`]: the same for many tokens   |
+//! | `dense_gemv.rs` | [`dense_gemv`]: few rows times a dense output layer                      |
+//! | `argmax.rs`    | [`argmax`]: index of the largest logit                                   |
 //! | `sample.rs`    | [`sample`]: draws tokens from logits                                     |
 //! | `row.rs`       | a row that the units of a cube divide                                    |
 

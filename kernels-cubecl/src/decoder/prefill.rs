@@ -176,7 +176,8 @@ fn rotate_kernel<F: Float, N: Size>(
 
 /// Computes the causal softmax of scores `[batch, heads, tokens, capacity]`, divided by the root of
 /// `head_dim`, in the shape and dtype of the scores. Token `t` attends to positions up to
-/// `positions[t]`, i32 `[tokens]`; the weights of later ones are 0. The arithmetic is f32.
+/// `position[t]`, i32 `[tokens]`; the weights of later ones are 0. A position beyond the cache or
+/// RoPE, which has `positions` rows, counts as the last. The arithmetic is f32.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -184,16 +185,17 @@ pub fn attention_weights(
     client: &Client,
     device: &Capability,
     scores: Handle,
-    positions: Handle,
+    position: Handle,
     shape: AttentionShape,
+    positions: usize,
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
     let AttentionShape { batch, tokens, heads, capacity, .. } = shape;
-    check_prefill(&shape, capacity)?;
+    check_prefill(&shape, positions)?;
     let rows = batch * heads * tokens;
     let bytes = rows * capacity * dtype.size();
     check_memory("scores", &scores, bytes)?;
-    check_memory("positions", &positions, 4 * tokens)?;
+    check_memory("position", &position, 4 * tokens)?;
     let weights = client.empty(bytes);
     if bytes > 0 {
         let launch = match dtype {
@@ -203,7 +205,8 @@ pub fn attention_weights(
         };
         let vector = widest_vector(capacity, dtype);
         let form = (vector, Conversion::to(dtype, device));
-        launch(client, device, [scores, positions, weights.clone()], shape, form);
+        let last = capacity.min(positions) as u32 - 1;
+        launch(client, device, [scores, position, weights.clone()], shape, last, form);
     }
     Ok(weights)
 }
@@ -211,8 +214,9 @@ pub fn attention_weights(
 fn launch_softmax<F: Float>(
     client: &Client,
     device: &Capability,
-    [scores, positions, weights]: [Handle; 3],
+    [scores, position, weights]: [Handle; 3],
     shape: AttentionShape,
+    last: u32,
     (vector, conversion): (usize, Conversion),
 ) {
     let AttentionShape { batch, tokens, heads, capacity, head_dim, .. } = shape;
@@ -229,11 +233,12 @@ fn launch_softmax<F: Float>(
             CubeDim::new_1d(units),
             vector,
             BufferArg::from_raw_parts(scores, rows * vectors),
-            BufferArg::from_raw_parts(positions, tokens),
+            BufferArg::from_raw_parts(position, tokens),
             BufferArg::from_raw_parts(weights, rows * vectors),
             rows as u32,
             tokens as u32,
             vectors as u32,
+            last,
             1.0 / (head_dim as f32).sqrt(),
             vector as u32,
             conversion,
@@ -252,6 +257,7 @@ fn softmax_kernel<F: Float, N: Size>(
     rows: u32,
     tokens: u32,
     vectors: u32,
+    last: u32,
     scale: f32,
     #[comptime] vector: u32,
     #[comptime] conversion: Conversion,
@@ -263,7 +269,7 @@ fn softmax_kernel<F: Float, N: Size>(
         terminate!();
     }
     let first = row * vectors;
-    let count = position_of(positions, row % tokens, vectors * vector - 1) + 1;
+    let count = position_of(positions, row % tokens, last) + 1;
     let counted = count.div_ceil(vector);
     let mut largest = f32::min_value();
     let mut at = UNIT_POS;

@@ -50,8 +50,7 @@ impl MatmulPlan {
         let Matmul { m, n, k, block_size, dtype, .. } = *matmul;
         matmul.check_weight(&weight, bias.as_ref())?;
         check_memory("input", &input, m * k * dtype.size())?;
-        let small_m = matches!(kernel, Kernel::SmallM(_));
-        let prefetch = Prefetch::checked(prefetch.filter(|_| small_m), device)?;
+        let prefetch = Prefetch::checked(prefetch.filter(|_| self.prefetches()), device)?;
         let output = client.empty(m * n * dtype.size());
         if m * n == 0 {
             return Ok(output);

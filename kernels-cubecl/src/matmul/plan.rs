@@ -133,6 +133,16 @@ impl SmallM {
         self.tile_m.div_ceil(8)
     }
 
+    /// Returns the values between the sums of two rows of the input in shared memory.
+    pub(super) const fn staged_stride(&self) -> u32 {
+        self.tile_n() + 4
+    }
+
+    /// Returns the values of the sums of a plane in shared memory, f32.
+    pub(super) const fn staged_sums(&self) -> u32 {
+        8 * self.m_tiles() * self.staged_stride()
+    }
+
     /// Returns the rows of the input that a plane copies to shared memory for a step.
     pub(super) const fn copies(&self) -> u32 {
         if self.shared_k_tiles > 0 { 0 } else { self.tile_m.div_ceil(self.n_planes) }
@@ -142,8 +152,8 @@ impl SmallM {
 /// Elements of k that a plane of `small_m.rs` takes at a time.
 pub(super) const SMALL_M_K_TILE: usize = 256;
 
-/// Largest input that is in shared memory as a whole, in k tiles of a row: 39 KB, so that it fits
-/// with the sums into the 48 KiB that each device has.
+/// Largest input that is in shared memory as a whole, in k tiles of a row: 39 KB, less than the
+/// input of two steps takes with 16 rows and four planes along k.
 const MAX_SHARED_K_TILES: usize = 68;
 
 /// Units on a multiprocessor that run `small_m.rs` at once. With 64 to 80 registers for each, as on
@@ -580,6 +590,21 @@ mod tests {
         assert_eq!(matmul(16, 8192, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 4);
         let odd = matmul(1, 8192, 384).small_m(&GPU);
         assert!(matches!(odd, Err(Refusal::Instructions { .. })), "{odd:?}");
+    }
+
+    /// Cards such as A10 and RTX 4090 have 99 KiB of shared memory for a cube.
+    #[test]
+    fn few_inputs_and_their_sums_fit_the_shared_memory_of_small_cards() {
+        for m in 1..=MAX_SMALL_M {
+            for (n, k) in [(20, 256), (4096, 1024), (4096, 4096), (8192, 17408), (65536, 256)] {
+                let Ok(plan) = matmul(m, n, k).small_m_launch(&GPU) else { continue };
+                let SmallM { k_planes, tile_m, shared_k_tiles, .. } = plan;
+                let k_tiles = if shared_k_tiles > 0 { shared_k_tiles } else { 2 * k_planes };
+                // 36 vectors of 16 bytes for a k tile of a row; see `small_m.rs`.
+                let bytes = 16 * 36 * tile_m * k_tiles + 4 * k_planes * plan.staged_sums();
+                assert!(bytes <= 99 << 10, "{m} x {n} x {k}: {bytes} bytes, {plan:?}");
+            }
+        }
     }
 
     #[test]

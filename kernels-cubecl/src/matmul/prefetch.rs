@@ -11,7 +11,7 @@
 //! row 0      | prefetched  |                 |    by the first lane of plane 0
 //! row 1      | prefetched  |                 |    of plane 1
 //! ..
-//! row `rows` |                               |    read by cubes of later waves
+//! row `rows` |                               |    read later, as next n tiles
 //! ```
 //!
 //! Resident cubes read their rows side by side from k = 0 on. So if a weight is larger than the
@@ -22,7 +22,7 @@
 
 use cubecl::prelude::*;
 
-use super::plan::Matmul;
+use super::plan::{Kernel, Matmul, MatmulPlan};
 #[cfg(feature = "cuda")]
 use super::ptx::prefetch_l2;
 use crate::memory::{PackedHandles, check_memory};
@@ -86,6 +86,18 @@ pub(crate) struct PrefetchArgs {
     late: bool,
 }
 
+/// Returns true if a device prefetches. Bulk prefetch is an instruction of Hopper, like WGMMA.
+fn prefetches(device: &Capability) -> bool {
+    device.wgmma == WgmmaSupport::Ptx
+}
+
+impl MatmulPlan {
+    /// Returns true if the kernel prefetches on the device of the plan.
+    pub(super) fn prefetches(&self) -> bool {
+        matches!(self.kernel, Kernel::SmallM(_)) && prefetches(&self.device)
+    }
+}
+
 impl Prefetch {
     /// Returns the weight if a device prefetches one, once its memory is checked.
     ///
@@ -95,10 +107,7 @@ impl Prefetch {
         next: Option<Self>,
         device: &Capability,
     ) -> Result<Option<Self>, Refusal> {
-        // Bulk prefetch is an instruction of Hopper, like WGMMA.
-        let Some(next) = next.filter(|_| device.wgmma == WgmmaSupport::Ptx) else {
-            return Ok(None);
-        };
+        let Some(next) = next.filter(|_| prefetches(device)) else { return Ok(None) };
         let Matmul { n, k, block_size, .. } = next.matmul;
         check_memory("next codes", &next.weight.codes, n * k / 2)?;
         check_memory("next scales", &next.weight.scales, n * k / block_size)?;
@@ -165,7 +174,7 @@ mod tests {
     use burn_fp4_search::formats::Fp4Format;
 
     use super::*;
-    use crate::plan::Dtype;
+    use crate::plan::{Capability, Dtype, GPU};
 
     fn matmul(n: usize, k: usize) -> Matmul {
         let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);
@@ -210,5 +219,19 @@ mod tests {
         for (n, k) in [(0, 4096), (4096, 0), (4096, 128)] {
             assert_eq!(PrefetchedPart::of(&matmul(n, k)), None);
         }
+    }
+
+    #[test]
+    fn products_of_few_rows_read_ahead_on_hopper() {
+        let hopper = Capability { wgmma: WgmmaSupport::Ptx, ..GPU };
+        let planned = |m, device| {
+            let planned = Matmul { m, ..matmul(4096, 4096) }.plan(device).unwrap();
+            planned.expect("a plan").prefetches()
+        };
+        assert!(planned(1, &hopper));
+        assert!(!planned(64, &hopper));
+        assert!(!planned(1, &GPU));
+        // For families, which have no plan of one matmul.
+        assert!(prefetches(&hopper) && !prefetches(&GPU));
     }
 }

@@ -328,6 +328,9 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
         false => PIPELINE_STAGES * step_buffer,
     });
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(length as usize));
+    // One allocation for all stages: CubeCL never uses shared memory again.
+    let staged = comptime!((k_planes * plan.staged_sums()) as usize);
+    let mut staged = Shared::<[f32]>::new_slice(staged);
     if comptime!(shares_all) {
         share_all::<F, S, W, X>(operands, &mut shared, plan);
     }
@@ -387,7 +390,14 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
                 if step == steps {
                     let stored = n_tile::<F, S, W, X>(operands, &*family, tile, &lane, plan);
                     store_sums::<F, S, W, X, NC>(
-                        operands, output, family, &sums, &stored, &lane, plan,
+                        operands,
+                        output,
+                        family,
+                        &sums,
+                        &mut staged,
+                        &stored,
+                        &lane,
+                        plan,
                     );
                     #[unroll]
                     for m_tile in 0..comptime!(plan.m_tiles()) {
@@ -493,6 +503,7 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     output: &mut [F],
     family: &mut Sequence<Member<F, S, W>>,
     sums: &Sequence<Array<Vector<f32, NC>>>,
+    staged: &mut [f32],
     n_tile: &NTile,
     lane: &Lane,
     #[comptime] plan: SmallM,
@@ -500,9 +511,7 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     let dims = &operands.dims;
     let rows = comptime!(plan.tile_n());
     // The sums of a plane are stored by rows of the input.
-    let stride = comptime!(rows + 4);
-    let region = comptime!(stride * 8 * plan.m_tiles());
-    let mut staged = Shared::<[f32]>::new_slice(comptime!((plan.k_planes * region) as usize));
+    let (stride, region) = comptime!((plan.staged_stride(), plan.staged_sums()));
     // Planes may still read the sums of the n tile before.
     sync_cube();
     #[unroll]

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::selection::{DEFAULT, Matrices, Selection, dialect_of};
 use burn_fp4_checkpoints::{CheckpointError, Dtype, Model, dialect};
-use burn_fp4_policy::{Decision, Policy, PolicyError, Preset, Recipe, RecipeFile, RecipeWeights};
+use burn_fp4_policy::{
+    Decision, Policy, PolicyError, Preset, Recipe, RecipeError, RecipeFile, RecipeWeights,
+};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser};
@@ -219,6 +221,12 @@ pub(super) struct ResolvedOptions {
     pub(super) cast_kept: Option<Dtype>,
 }
 
+/// Returns true if a recipe file has a problem without the options, which may replace its choices.
+fn is_wrong_alone(file: &RecipeFile, problem: &RecipeError) -> bool {
+    let alone = file.recipe().and_then(Policy::new).err();
+    alone.is_some_and(|alone| alone.to_string() == problem.to_string())
+}
+
 impl ResolvedOptions {
     /// Decides everything that a recipe leaves open. `file` is where some of its choices are.
     pub(super) fn of(
@@ -269,12 +277,11 @@ impl ResolvedOptions {
                 None => error,
             });
         }
-        let policy = Policy::new(recipe);
-        let blamed = |problem| match file {
-            Some(file) => file.blame(problem),
-            None => problem,
-        };
-        Ok(Self { policy: policy.map_err(blamed)?, cast_kept: None })
+        let policy = Policy::new(recipe).map_err(|problem| match file {
+            Some(file) if is_wrong_alone(file, &problem) => file.blame(problem),
+            _ => problem,
+        });
+        Ok(Self { policy: policy?, cast_kept: None })
     }
 
     /// The dialect to write.

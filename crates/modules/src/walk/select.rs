@@ -201,17 +201,16 @@ fn nothing_selected(selection: &ModulePlan, config: &Fp4Config) -> Fp4Error {
 
 /// The paths of weights that would be selected if they were not quantized already.
 fn quantized_already(selection: &ModulePlan, config: &Fp4Config) -> Vec<String> {
-    let quantized = selection.parameters.iter().filter_map(|(parameter, plan)| match plan {
-        ParameterPlan::Keep(KeepReason::AlreadyQuantized) => Some(parameter.clone()),
-        ParameterPlan::Keep(_) | ParameterPlan::Quantize(_) => None,
-    });
-    let quantized: Vec<Parameter> = quantized.collect();
-    let fits: Vec<bool> = quantized.iter().map(|one| unfit(one, config).is_none()).collect();
+    // Of all parameters: patterns and ties are about dense ones too.
+    let known: Vec<Parameter> = selection.parameters.iter().map(|(one, _)| one.clone()).collect();
+    let fits: Vec<bool> = known.iter().map(|one| unfit(one, config).is_none()).collect();
     let all = Fp4Config { keep_first: 0, keep_last: 0, ..config.clone() };
-    let chosen = decide(&quantized, &fits, &all, None).map(|decided| decided.weights);
-    let chosen = quantized.into_iter().zip(chosen.unwrap_or_default());
-    let chosen = chosen.filter(|(_, decision)| is_chosen(decision));
-    chosen.map(|(parameter, _)| parameter.path).collect()
+    let chosen = decide(&known, &fits, &all, None).map(|decided| decided.weights);
+    let chosen = selection.parameters.iter().zip(chosen.unwrap_or_default());
+    let chosen = chosen.filter(|((_, plan), decision)| {
+        matches!(plan, ParameterPlan::Keep(KeepReason::AlreadyQuantized)) && is_chosen(decision)
+    });
+    chosen.map(|((parameter, _), _)| parameter.path.clone()).collect()
 }
 
 /// Finds the reason for which no configuration of these containers could select a parameter,

@@ -101,7 +101,7 @@ impl DecoderBackend for CubeBackend {
         let rotated = tensor(rotated.expect(CHECKED), of_key_head(head_dim));
         let scores = deterministic::matmul(rotated, Self::float_swap_dims(key_cache.clone(), 2, 3));
         let scores = into_contiguous(scores).handle;
-        let weights = attention_weights(client, &capability, scores, positions, shape, dtype);
+        let weights = attention_weights(client, &capability, scores, positions, shape, rows, dtype);
         let weights = tensor(weights.expect(CHECKED), of_key_head(capacity));
         let output = into_contiguous(deterministic::matmul(weights, value_cache.clone())).handle;
         let output = tensor(output, [batch, heads, tokens, head_dim]);

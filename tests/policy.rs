@@ -487,6 +487,17 @@ fn an_override_keeps_weights_dense_unless_a_later_one_quantizes_them() {
 }
 
 #[test]
+fn patterns_of_modules_that_fit_nothing_are_met_with_the_nearest() {
+    for config in [Fp4Config::nvfp4().exclude("2.wieght"), Fp4Config::nvfp4().include("2.wieght")] {
+        let error = kept_of_three(&config).expect_err("it fits nothing").to_string();
+        assert!(error.contains("fits no parameter; did you mean `2.weight`?"), "{error}");
+    }
+    let config = Fp4Config::nvfp4().with("2.wieght", Change::Dense);
+    let error = kept_of_three(&config).expect_err("it fits nothing").to_string();
+    assert!(error.contains("fits no selected weight; did you mean `2.weight`?"), "{error}");
+}
+
+#[test]
 fn a_recipe_is_obeyed_by_its_own_names_and_not_by_paths() {
     let map = CheckpointMap::new()
         .rename(r"^blocks\.(\d)\.up_proj\.", "$1.")

@@ -944,9 +944,14 @@ fn advice_for_layers_of_burn_can_be_followed() {
             *products,
             MatmulPath::Dequantized(DequantizeReason::Inside { layer: layer.to_owned() })
         );
-        assert!(products.to_string().contains("write the module with `Fp4Linear`"), "{products}");
+        assert!(products.to_string().contains("keep it dense by `exclude`"), "{products}");
     }
     assert!(!report.to_string().contains("Fp4Linear::from"), "{report}");
+    // As advised.
+    let mut encoder = TransformerEncoderConfig::new(32, 64, 2, 1).init(&device);
+    let config = Fp4Config::nvfp4().exclude("**.mha.*");
+    let report = encoder.quantize_fp4(&config).unwrap();
+    assert!(!report.to_string().contains("MultiHeadAttention`"), "{report}");
 }
 
 /// Makes a layer with these weights.

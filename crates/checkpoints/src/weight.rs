@@ -171,9 +171,19 @@ impl Weight<'_> {
     }
 
     /// Returns true if it is quantized to FP4 or FP8.
+    #[must_use]
     pub fn is_quantized(&self) -> bool {
         match self.value {
             Value::Plain(_) => false,
+            Value::Fp8(_) | Value::Fp4(_) => true,
+        }
+    }
+
+    /// Returns true if it is quantized to FP4 or FP8, or in records of ggml such as Q4_0.
+    #[must_use]
+    pub fn is_lossy(&self) -> bool {
+        match &self.value {
+            Value::Plain(tensor) => !tensor.is(&[Dtype::F64, Dtype::F32, Dtype::F16, Dtype::BF16]),
             Value::Fp8(_) | Value::Fp4(_) => true,
         }
     }

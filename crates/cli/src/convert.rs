@@ -169,7 +169,7 @@ impl Report {
                 text.push_str(&format!("{}\n", wrapped(&line, width())));
             }
         }
-        text + &next(out)
+        text + "next: " + &next(out)
     }
 }
 

@@ -62,9 +62,9 @@ pub(crate) fn say(line: impl Display) {
     let _ = writeln!(anstream::stderr(), "{line}");
 }
 
-/// Says the command that looks at what was made.
+/// Returns the command that looks at what was made.
 pub(crate) fn next(out: &Path) -> String {
-    format!("next: fp4 inspect {}", quoted(&out.display().to_string()))
+    format!("fp4 inspect {}", quoted(&out.display().to_string()))
 }
 
 /// Formats a path for a shell, in quotes if it needs them.

@@ -31,6 +31,11 @@ fn quantized_types_of_ggml_become_fp4_by_their_values_or_stay_as_they_are() {
     let listed = succeeds(folder.path(), "inspect q.gguf");
     assert!(listed.contains("Q4_K") && listed.contains("4.50"), "{listed}");
     assert!(!listed.contains("warning"), "{listed}");
+    let plan = succeeds(folder.path(), "quantize q.gguf --dry-run");
+    assert!(plan.contains("from Q4_K"), "{plan}");
+    let (_, _, notes) = run(folder.path(), "quantize q.gguf --dry-run");
+    let notes = notes.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(notes.contains("the error of that format stays"), "{notes}");
     // Their values in f32 are quantized to the same bytes.
     succeeds(folder.path(), "convert q.gguf --out f32.gguf --decode-ggml f32");
     succeeds(folder.path(), "compare q.gguf f32.gguf");

@@ -11,6 +11,19 @@ use serde::{Deserialize, Serialize};
 /// stored values stay as they are: an optimizer changes them by gradients that pass straight
 /// through the rounding. Where the tensor scale is learned it is a parameter of its own,
 /// `<parameter>.fp4_fake.amax`: the magnitude that the scale is made from.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_fp4_modules::ops::Fp4Scheme;
+/// use burn_fp4_modules::{FakeQuantWeight, Fp4Config, Fp4Module};
+///
+/// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+/// layer.fake_quantize_fp4(&Fp4Config::mxfp4())?;
+/// let attached = layer.weight.reparameterization::<FakeQuantWeight>().unwrap();
+/// assert_eq!((attached.scheme(), attached.axis()), (&Fp4Scheme::mxfp4(), 0));
+/// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct FakeQuantWeight {
     pub(crate) settings: FakeQuantSettings,

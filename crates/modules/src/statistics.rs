@@ -181,6 +181,7 @@ impl Calibration {
     /// calibration.insert_slice("experts", 1, 7, Gram::of(&[1.0; 2 * 64], 64)?);
     /// assert_eq!(calibration.get_slice("experts", 1, 7).unwrap().rows(), 2);
     /// assert!(calibration.get_slice("experts", 1, 6).is_none());
+    /// assert_eq!(calibration.tokens("experts", 1, 7), 2);
     /// # Ok::<(), burn_fp4_modules::ops::search::SearchError>(())
     /// ```
     pub fn get_slice(&self, path: &str, axis: usize, slice: usize) -> Option<&Gram> {

@@ -30,6 +30,10 @@ use crate::error::OpsError;
 /// recorded.graph.operations.iter().for_each(|operation| interpreter.run(operation));
 /// let product = recorded.graph.operations.iter().flat_map(|made| made.outputs()).last().unwrap();
 /// assert_eq!(interpreter.matrix(product).into_data(), TensorData::from([[3f32, -6.0]]));
+/// // Another one takes the result without a copy.
+/// let mut other = Interpreter::on(&Device::flex())?;
+/// other.share(product.id, &mut interpreter, product)?;
+/// assert_eq!(other.matrix(product).into_data(), interpreter.matrix(product).into_data());
 /// interpreter.forget(product); // frees its memory
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
 /// ```

@@ -15,6 +15,7 @@ use crate::error::OpsError;
 /// let layout = Fp4Layout::new(&[64, 10].into(), 0, &Fp4Scheme::nvfp4())?;
 /// assert_eq!(layout.codes_shape(), [10, 32]); // two codes are a byte
 /// assert_eq!(layout.scales_shape(), [10, 4]); // blocks of 16
+/// assert_eq!(layout.view().packed_rows(), 10);
 /// let odd = Fp4Layout { shape: vec![24, 10], ..layout };
 /// let error = OpsError::Indivisible { axis: 0, length: 24, block_size: 16 };
 /// assert_eq!(odd.validate(), Err(error));

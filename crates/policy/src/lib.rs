@@ -55,7 +55,7 @@ pub use burn_fp4_search as search;
 pub use decide::{Decision, Decisions, Policy};
 pub use error::{PolicyError, RecipeError};
 pub use families::{Family, families, keep_together, stem};
-pub use pattern::{Matcher, Pattern, Patterns, Syntax};
+pub use pattern::{Matcher, Pattern, Patterns, Syntax, nearest_pattern};
 pub use preset::{Preset, PresetRow};
 pub use reason::Reason;
 pub use recipe::{Recipe, RecipeFormat, RecipeWeights};

@@ -436,18 +436,35 @@ impl<'t> Patterns<'t> {
     }
 }
 
-fn no_match<'n>(
-    list: &'static str,
+/// Finds the pattern that a user may have meant by one that matches no weight. Each weight has its
+/// name and that of its module.
+///
+/// ```
+/// let names = [["mlp.up_proj.weight", "mlp.up_proj"], ["lm_head.weight", "lm_head"]];
+/// let found = burn_fp4_policy::nearest_pattern("*.up_prj", names.into_iter());
+/// assert_eq!(found.as_deref(), Some("*.up_proj"));
+/// ```
+#[must_use]
+pub fn nearest_pattern<'n>(
     pattern: &str,
     weights: impl Iterator<Item = [&'n str; 2]> + Clone,
-) -> PolicyError {
+) -> Option<String> {
     let names: Vec<&str> = weights.clone().map(|[name, _]| name).collect();
     let matches = |found: &str| {
         let matcher = Pattern::parse(found, Syntax::Recipe).matcher();
         let hits = |matcher: Matcher| weights.clone().flatten().any(|name| matcher.matches(name));
         matcher.is_ok_and(hits)
     };
-    let nearest = nearest(&names, pattern, matches);
+    nearest(&names, pattern, matches)
+}
+
+fn no_match<'n>(
+    list: &'static str,
+    pattern: &str,
+    weights: impl Iterator<Item = [&'n str; 2]> + Clone,
+) -> PolicyError {
+    let nearest = nearest_pattern(pattern, weights.clone());
+    let names: Vec<&str> = weights.map(|[name, _]| name).collect();
     let first = names.first().copied().unwrap_or("none").to_owned();
     PolicyError::NoMatch { list, pattern: pattern.to_owned(), tensors: names.len(), first, nearest }
 }

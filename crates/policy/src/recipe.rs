@@ -74,7 +74,7 @@ pub struct Recipe {
     /// format and tensor scale, or stay dense, together. By default true if such engines read the
     /// dialect.
     pub together: Option<bool>,
-    /// Path of a file with statistics of the inputs of layers, as it is written in the recipe.
+    /// Path of a file with statistics of the inputs of layers, as written in the recipe.
     /// `fp4` looks for a relative path in the folder of the recipe.
     pub calibration: Option<PathBuf>,
     /// Choices for some of the weights that a preset or [`only`](Self::only) selects. If several

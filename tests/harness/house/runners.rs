@@ -65,7 +65,7 @@ const ROWS: &[Row] = &[
     (README, "cargo run --example quantize_model", Script(CI, "--example quantize_model")),
     (README, "cargo test", TESTS),
     (README, "cargo install --path crates/cli", INSTALL),
-    (README, "burn_fp4::init()?; // the first line of `main`: fused 4-bit matmuls", GPU),
+    (README, "use burn::tensor::{Device, FloatDType};", GPU),
     (README, "llama() ", README_LLAMA),
     (README, "llama ", README_LLAMA),
     (README, "rm -rf /tmp/genesis-fp4", README_LLAMA),

@@ -114,7 +114,10 @@ impl<'c> Architecture<'c> {
     /// [`PolicyError::Pattern`] for a glob of the table that is none.
     pub(crate) fn roles(self) -> Result<Roles, PolicyError> {
         let ready = |glob| Pattern::parse(glob, Syntax::Glob).matcher();
-        let modalities = self.row.modalities.iter().map(|glob| (*glob, MODALITY));
+        // A tower that is saved alone, such as a `siglip_vision_model`, is the whole model.
+        let is_tower = stated(self.config).is_some_and(|kind| kind.ends_with("_vision_model"));
+        let modalities = self.row.modalities.iter().filter(|_| !is_tower);
+        let modalities = modalities.map(|glob| (*glob, MODALITY));
         let kept = self.row.kept.iter().chain(&KEPT).copied().chain(modalities);
         let kept = kept.map(|(glob, what)| Ok((ready(glob)?, what)));
         let feed_forward = self.row.feed_forward.iter().map(|glob| ready(glob));

@@ -182,6 +182,38 @@ fn a_model_of_an_unknown_architecture_is_quantized_by_names_with_a_warning() {
     assert_eq!(selection.decisions[1], Decision::Keep(Reason::Unlisted("llama")));
 }
 
+/// A tower of images is another modality only beside a model of text.
+#[test]
+fn a_tower_that_is_saved_alone_is_quantized() {
+    let name = "vision_model.encoder.layers.0.self_attn.q_proj.weight";
+    for (model_type, groups) in [("siglip_vision_model", 1), ("siglip", 0)] {
+        let weights = vec![dense(name, &[32, 32])];
+        let config = Some(json!({"model_type": model_type}));
+        let selection = select(&Model { weights, config, ..Model::default() }, "modelopt");
+        assert_eq!(selection.groups.len(), groups, "{model_type}");
+    }
+}
+
+/// Names of a `BertModel` without a head, as MiniLM is saved.
+#[test]
+fn layers_of_an_encoder_without_a_head_are_known_by_their_ends() {
+    let layer = |name: &str| format!("encoder.layer.0.{name}.weight");
+    let linear = [
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+    ];
+    let weights = linear.map(|name| dense(&layer(name), &[32, 32])).into_iter();
+    let others = ["embeddings.word_embeddings.weight", "pooler.dense.weight"];
+    let weights = weights.chain(others.map(|name| dense(name, &[32, 32]))).collect();
+    let config = Some(json!({"model_type": "bert"}));
+    let selection = select(&Model { weights, config, ..Model::default() }, "compressed-tensors");
+    assert_eq!(selection.groups, [vec![0, 1, 2], vec![3], vec![4], vec![5], vec![7]]);
+}
+
 #[test]
 fn heads_stay_in_models_of_any_architecture() {
     let heads = ["head", "vit.head", "classifier", "score", "lm_head", "value_head", "to_logits"];

@@ -296,7 +296,7 @@ fn start_note(start: Start, output: &Output<'_>, model: &Model<'_>) -> Option<&'
 /// Prints the plan for every weight.
 fn print_plan(report: &Report, remarks: &Remarks, arguments: &Arguments) -> Result<(), CliError> {
     if arguments.json {
-        return print_json(&Done { plan: report, remarks, errors: None, cast: None });
+        return print_json(&Done { plan: report, remarks, errors: None, cast: None, next: None });
     }
     let summary = wrapped(&report.summary(), width());
     print(format!("{}\n{summary}", report.table(arguments.all, width())).trim_start())
@@ -369,11 +369,12 @@ fn finish(
     remarks.print();
     if json {
         let cast = Some(cast).filter(|cast| cast.count() > 0);
-        return print_json(&Done { plan: report, remarks: &remarks, errors: Some(errors), cast });
+        let (errors, next) = (Some(errors), Some(next(out)));
+        return print_json(&Done { plan: report, remarks: &remarks, errors, cast, next });
     }
     let made = format!("{}: {}", out.display(), report.summary());
     let [made, errors] = [made, errors.summary()].map(|line| wrapped(&line, width()));
-    print(&format!("{made}\n{errors}\n{}", next(out)))
+    print(&format!("{made}\n{errors}\nnext: {}", next(out)))
 }
 
 /// Report of a run as JSON: the plan, the warnings and notes, and the errors.
@@ -389,6 +390,9 @@ struct Done<'r> {
     /// The errors of matrices that stay and are cast.
     #[serde(skip_serializing_if = "Option::is_none")]
     cast: Option<Errors>,
+    /// The command that looks at what was written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next: Option<String>,
 }
 
 /// Bytes of jobs.

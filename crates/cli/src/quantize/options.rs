@@ -1,5 +1,6 @@
 //! The choices of a user, on the command line or in a recipe.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -355,6 +356,16 @@ impl ResolvedOptions {
         let formats = schemes.iter().map(|how| (how.format(), how.block_size));
         remarks.note_each(readers::notes(self.dialect(), formats)?);
         let quantized = selection.groups.iter().flatten().map(|&at| &model.weights[at]);
+        let lossy: Vec<_> = quantized.clone().filter(|weight| weight.is_lossy()).collect();
+        if !lossy.is_empty() {
+            let kinds: BTreeSet<String> = lossy.iter().map(|weight| weight.kind()).collect();
+            let kinds = kinds.into_iter().collect::<Vec<_>>().join(", ");
+            remarks.note(format!(
+                "{} quantized from {kinds}: the error of that format stays, and errors are \
+                 measured against its values; prefer a source in bf16 or f16",
+                counted(lossy.len(), "weight"),
+            ));
+        }
         // Dialects with stacked matrices have an order of axes for them.
         let single = quantized.filter(|weight| weight.shape().len() == 2);
         let turned = single.filter(|weight| Matrices::of(model, weight).transposed);

@@ -91,6 +91,7 @@ impl Report {
             let matrices = Matrices::of(model, weight);
             let guessed = selection.guessed.contains(&at).then_some("guessed by its shape");
             let turned = matrices.transposed.then_some("stored as [inputs, outputs]");
+            let decoded = weight.is_lossy().then(|| format!("from {}", weight.kind()));
             let (scheme, [note, short]) = match &selection.decisions[at] {
                 Decision::Keep(reason) => {
                     (None, [reason.to_string(), short_reason(reason, &weight.name)])
@@ -98,9 +99,8 @@ impl Report {
                 Decision::Quantize { scheme, group } => {
                     let with = sharing(model, &selection.groups[*group], at);
                     let note = |with: Option<String>| {
-                        let notes = with
-                            .into_iter()
-                            .chain([turned, guessed].into_iter().flatten().map(Into::into));
+                        let facts = [turned, guessed].into_iter().flatten().map(Into::into);
+                        let notes = with.into_iter().chain(decoded.clone()).chain(facts);
                         notes.collect::<Vec<String>>().join("; ")
                     };
                     (Some(scheme), with.map(note))

@@ -33,6 +33,7 @@ pub enum FileLayout {
 ///
 /// // A Llama of `transformers`, into a module without the outermost `model.`.
 /// let map = CheckpointMap::new()
+///     .model_type("llama")
 ///     .rename(r"^model\.", "")
 ///     .rename_back(r"^(embed_tokens|layers|norm)\.", "model.$1.")
 ///     .tie("lm_head.weight", "embed_tokens.weight")

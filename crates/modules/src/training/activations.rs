@@ -39,6 +39,7 @@ pub enum ActivationRange {
 ///     .with_range(ActivationRange::Dynamic)
 ///     .with_saturated(Saturated::Zero)
 ///     .init(&device)?;
+/// assert_eq!(quantize.scheme(), &Fp4Scheme::mxfp4());
 /// let rounded = quantize.forward(Tensor::<2>::full([1, 64], 1.1, &device)); // 4 * 2^-2
 /// assert_eq!(rounded.into_data(), Tensor::<2>::ones([1, 64], &device).into_data());
 /// # Ok::<(), burn_fp4_modules::Fp4Error>(())

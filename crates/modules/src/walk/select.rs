@@ -9,6 +9,7 @@ use burn_fp4_ops::search::Method;
 use burn_fp4_ops::{Fp4Layout, Fp4Scheme, OpsError};
 use burn_fp4_policy::{
     Constraints, Decision, Decisions, Family, Fused, Patterns, Reason, WeightInfo, families,
+    nearest_pattern,
 };
 
 use crate::checkpoint::decide::decide as decide_as_in_files;
@@ -363,7 +364,10 @@ fn unused_patterns(
     for (what, patterns) in [("include", &config.include), ("exclude", &config.exclude)] {
         let all = parameters.iter().map(Parameter::names);
         let unused = Patterns::new(patterns)?.unused(all);
-        let line = |at: usize| format!("{what} `{}` fits no parameter", patterns[at]);
+        let line = |at: usize| {
+            let pattern = &patterns[at];
+            format!("{what} `{pattern}` fits no parameter{}", meant(pattern, parameters))
+        };
         lines.extend(unused.into_iter().map(line));
     }
     let chosen = parameters.iter().zip(decisions).filter(|(_, decision)| is_chosen(decision));
@@ -387,8 +391,18 @@ fn unused_overrides<'p>(
     let unused = overrides.unused(chosen.map(Parameter::names)).into_iter();
     let unused = unused.map(|at| (at, &config.overrides[at]));
     let unused = unused.filter(|(at, one)| one.change != Change::Dense || nowhere.contains(at));
-    let line = |(_, one): (_, &Override)| format!("with `{}` fits no selected weight", one.pattern);
+    let line = |(at, one): (usize, &Override)| {
+        let pattern = &one.pattern;
+        let meant = if nowhere.contains(&at) { meant(pattern, all) } else { String::new() };
+        format!("with `{pattern}` fits no selected weight{meant}")
+    };
     Ok(unused.map(line).collect())
+}
+
+/// Suggests a pattern in place of one that fits no parameter.
+fn meant(pattern: &str, parameters: &[Parameter]) -> String {
+    let nearest = nearest_pattern(pattern, parameters.iter().map(Parameter::names));
+    nearest.map_or_else(String::new, |nearest| format!("; did you mean `{nearest}`?"))
 }
 
 /// Lines about choices that have no effect on weights with names in files.

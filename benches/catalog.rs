@@ -1,5 +1,7 @@
 //! Shared parts of the benchmarks: inputs, medians, and the table of results.
 
+#![allow(clippy::must_use_candidate, reason = "no user calls it")]
+
 use std::time::Instant;
 
 use comfy_table::{CellAlignment, Table, presets};

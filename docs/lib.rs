@@ -10,6 +10,8 @@
 //! | `main.rs`  | writes them                                                        |
 //! | `pages.rs` | tests that the ones in the tree are these                          |
 
+#![allow(clippy::must_use_candidate, reason = "no user calls it")]
+
 mod page;
 mod plot;
 mod table;

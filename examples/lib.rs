@@ -1,6 +1,8 @@
 //! Shared parts of the examples: data, models, and output. The models are ordinary Burn modules;
 //! only the linear layers of the character transformer know of FP4.
 
+#![allow(clippy::must_use_candidate, reason = "no user calls it")]
+
 mod device;
 pub mod digits;
 pub mod encoder;

@@ -16,6 +16,8 @@
 //! | `sensitivity.rs` | [`sensitivity`]: loss of each layer in each format              |
 //! | `quantize.rs`    | [`QuantizeOptions`]: format, method and calibration of a model  |
 
+#![allow(clippy::must_use_candidate, reason = "no user calls it")]
+
 mod bandwidth;
 mod config;
 mod fidelity;

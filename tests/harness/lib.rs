@@ -1,6 +1,8 @@
 //! Shared parts of the tests: golden files, inputs, the engines under test, the comparison of bits,
 //! and a parser of the project's own source.
 
+#![allow(clippy::must_use_candidate, reason = "no user calls it")]
+
 pub mod compare;
 pub mod engines;
 pub mod experts;

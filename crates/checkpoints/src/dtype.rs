@@ -128,6 +128,7 @@ impl DataType {
     }
 
     /// Its number in a GGUF file, if it has one.
+    #[must_use]
     pub fn ggml(self) -> Option<u32> {
         match self {
             Self::Ggml(row) => Some(row.id),
@@ -147,6 +148,7 @@ impl DataType {
     /// let [q4_k, iq2_xxs, mxfp4] = [12, 16, 39].map(|id| DataType::of_ggml(id).expect("a type"));
     /// assert_eq!([q4_k, iq2_xxs, mxfp4].map(DataType::is_float), [true, false, false]);
     /// ```
+    #[must_use]
     pub fn is_float(self) -> bool {
         match self {
             Self::Plain(dtype) => {
@@ -157,6 +159,7 @@ impl DataType {
     }
 
     /// Returns true for the two dtypes of FP8 that hold floats.
+    #[must_use]
     pub fn is_fp8(self) -> bool {
         matches!(self, Self::Plain(Dtype::F8_E4M3 | Dtype::F8_E5M2))
     }

@@ -58,6 +58,7 @@ impl<'a> Numbers<'a> {
     }
 
     /// Numbers made in memory.
+    #[must_use]
     pub fn new(numbers: &[f32]) -> Self {
         Self(numbers.iter().flat_map(|number| number.to_le_bytes()).collect())
     }
@@ -71,11 +72,13 @@ impl<'a> Numbers<'a> {
     }
 
     /// Number of them.
+    #[must_use]
     pub fn len(&self) -> usize {
         self.0.len() / 4
     }
 
     /// Returns true if there is none.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -87,6 +90,7 @@ impl<'a> Numbers<'a> {
     }
 
     /// Their bytes.
+    #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
@@ -104,6 +108,7 @@ impl<'a> Numbers<'a> {
 
 impl<'a> TensorScale<'a> {
     /// The numbers as the file states them.
+    #[must_use]
     pub fn stated(&self) -> &Numbers<'a> {
         match self {
             Self::Multiplier(numbers) | Self::Divisor(numbers) => numbers,
@@ -287,6 +292,7 @@ impl Fp4Weight<'_> {
     }
 
     /// Stacked matrices: 1 if it is a single one.
+    #[must_use]
     pub fn stacked(&self) -> usize {
         self.shape[..self.shape.len() - 2].iter().product()
     }
@@ -321,21 +327,25 @@ impl Fp4Weight<'_> {
     }
 
     /// Rows of a matrix.
+    #[must_use]
     pub fn rows(&self) -> usize {
         self.shape[self.shape.len() - 2]
     }
 
     /// Columns of a matrix, the axis of the blocks.
+    #[must_use]
     pub fn cols(&self) -> usize {
         self.shape[self.shape.len() - 1]
     }
 
     /// `[.., rows, cols / 2]`.
+    #[must_use]
     pub fn codes_shape(&self) -> Vec<usize> {
         self.last_axis(self.cols() / 2)
     }
 
     /// `[.., rows, cols / block_size]`.
+    #[must_use]
     pub fn scales_shape(&self) -> Vec<usize> {
         self.last_axis(self.cols() / self.block_size)
     }

@@ -103,6 +103,7 @@ impl<'a> Fp8Weight<'a> {
     }
 
     /// Stacked matrices: 1 if it is a single one.
+    #[must_use]
     pub fn stacked(&self) -> usize {
         self.values.shape[..self.values.shape.len() - 2].iter().product()
     }

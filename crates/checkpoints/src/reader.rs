@@ -125,6 +125,7 @@ impl<'c> Reader<'c> {
     /// The bytes that the numbers of a weight are, which [`weight`](Self::weight) reads: for
     /// [`will_read`](Self::will_read). Scales of a whole tensor, a few bytes each, are not among
     /// them.
+    #[must_use]
     pub fn regions<'w>(weight: &'w Weight<'_>) -> Vec<&'w [u8]> {
         match &weight.value {
             Value::Plain(tensor) => vec![&tensor.bytes],

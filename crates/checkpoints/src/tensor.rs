@@ -72,6 +72,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// The dtype, if it is a plain one.
+    #[must_use]
     pub fn plain(&self) -> Option<Dtype> {
         match self.dtype {
             DataType::Plain(dtype) => Some(dtype),
@@ -80,16 +81,19 @@ impl<'a> Tensor<'a> {
     }
 
     /// Returns true if its numbers are of one of these dtypes.
+    #[must_use]
     pub fn is(&self, dtypes: &[Dtype]) -> bool {
         self.plain().is_some_and(|dtype| dtypes.contains(&dtype))
     }
 
     /// Number of its values.
+    #[must_use]
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
     /// Returns true if it has no number.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -180,6 +184,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// Returns true for a matrix, or a stack of them, in F32 or F64.
+    #[must_use]
     pub fn is_wide_matrix(&self) -> bool {
         self.is(&[Dtype::F32, Dtype::F64]) && self.shape.len() >= 2
     }

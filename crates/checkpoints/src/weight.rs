@@ -90,6 +90,7 @@ impl Weight<'_> {
     }
 
     /// The module of the parameter: its name without `.weight`.
+    #[must_use]
     pub fn module(&self) -> &str {
         self.name.strip_suffix(".weight").unwrap_or(&self.name)
     }
@@ -100,6 +101,7 @@ impl Weight<'_> {
     }
 
     /// Its shape: of FP4, `[.., rows, cols]`.
+    #[must_use]
     pub fn shape(&self) -> &[usize] {
         match &self.value {
             Value::Plain(tensor) => &tensor.shape,
@@ -109,16 +111,19 @@ impl Weight<'_> {
     }
 
     /// Number of its values.
+    #[must_use]
     pub fn len(&self) -> usize {
         self.shape().iter().product()
     }
 
     /// Returns true if it has no number.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// Names the format of its numbers in a word or two.
+    #[must_use]
     pub fn kind(&self) -> String {
         match &self.value {
             Value::Plain(tensor) => tensor.dtype.to_string(),
@@ -128,6 +133,7 @@ impl Weight<'_> {
     }
 
     /// Bytes of its numbers and scales.
+    #[must_use]
     pub fn bytes(&self) -> usize {
         let stated = |scale: &Option<TensorScale<'_>>| {
             scale.as_ref().map_or(0, |scale| scale.stated().bytes().len())
@@ -156,6 +162,7 @@ impl Weight<'_> {
 
     /// Returns true for the scale, or the offset, of a quantized cache of keys and values, which is
     /// part of no layer's weight: `self_attn.k_proj.k_scale` and its like.
+    #[must_use]
     pub fn is_cache_scale(&self) -> bool {
         let Value::Plain(tensor) = &self.value else { return false };
         let mut names = self.name.rsplit('.');

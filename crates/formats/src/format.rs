@@ -49,6 +49,7 @@ pub enum ScaleGrid {
 
 impl FormatRow {
     /// Returns the grid of the block scales.
+    #[must_use]
     pub const fn scale_grid(&self) -> ScaleGrid {
         match self.block_scale.mantissa_bits {
             0 => ScaleGrid::PowersOfTwo(self.block_scale),
@@ -62,6 +63,7 @@ impl Fp4Format {
     pub const ALL: [Self; 2] = [Self::NvFp4, Self::MxFp4];
 
     /// Returns the facts of the format.
+    #[must_use]
     pub const fn row(self) -> &'static FormatRow {
         match self {
             Self::NvFp4 => &FormatRow {

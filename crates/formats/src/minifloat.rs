@@ -94,11 +94,13 @@ const fn values<const N: usize>(row: &Minifloat) -> [f32; N] {
 
 impl Minifloat {
     /// Number of bits of a code.
+    #[must_use]
     pub const fn bits(&self) -> u32 {
         self.signed as u32 + self.exponent_bits + self.mantissa_bits
     }
 
     /// Returns the sign bit of a code, 0 if the format has none.
+    #[must_use]
     pub const fn sign_bit(&self) -> u8 {
         ((self.signed as u32) << (self.exponent_bits + self.mantissa_bits)) as u8
     }
@@ -109,6 +111,7 @@ impl Minifloat {
     }
 
     /// Returns the code of the largest finite value.
+    #[must_use]
     pub const fn max_code(&self) -> u8 {
         match self.nan {
             Nan::None => self.magnitude_mask(),
@@ -117,11 +120,13 @@ impl Minifloat {
     }
 
     /// Returns the largest finite value.
+    #[must_use]
     pub const fn max_value(&self) -> f32 {
         self.decode(self.max_code())
     }
 
     /// Returns the code of NaN: the positive NaN, or 0 if every code is a number.
+    #[must_use]
     pub const fn nan_code(&self) -> u8 {
         match self.nan {
             Nan::None => 0,

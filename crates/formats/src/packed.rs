@@ -28,6 +28,7 @@ impl TensorScale {
     }
 
     /// Returns the multipliers as a slice of length 1 or `rows`.
+    #[must_use]
     pub fn as_slice(&self) -> &[f32] {
         match self {
             Self::One(scale) => core::slice::from_ref(scale),
@@ -76,11 +77,13 @@ pub struct Packed {
 
 impl Packed {
     /// Number of blocks of a row.
+    #[must_use]
     pub fn blocks(&self) -> usize {
         self.cols / self.block_size
     }
 
     /// Number of bytes of codes, block scales and tensor scale.
+    #[must_use]
     pub fn bytes(&self) -> usize {
         self.codes.len() + self.scales.len() + 4 * self.tensor_scale.as_slice().len()
     }

@@ -60,6 +60,7 @@ pub enum Change {
 
 impl Change {
     /// Returns the scheme of weights with this change from `base`; `None` for dense ones.
+    #[must_use]
     pub fn of(self, base: &Fp4Scheme) -> Option<Fp4Scheme> {
         Some(match self {
             Self::Dense => return None,

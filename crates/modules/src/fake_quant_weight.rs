@@ -52,12 +52,14 @@ impl FakeQuantWeight {
     }
 
     /// Axis that its blocks run along.
+    #[must_use]
     pub fn axis(&self) -> usize {
         self.settings.axis
     }
 
     /// The learned parameter of the tensor scale, if it is learned: `[1]`, of which the magnitude
     /// counts.
+    #[must_use]
     pub fn amax(&self) -> Option<&Param<Tensor<1>>> {
         self.amax.as_ref()
     }

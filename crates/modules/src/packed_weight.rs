@@ -141,16 +141,19 @@ impl PackedWeight {
     }
 
     /// Format, shape and axis.
+    #[must_use]
     pub fn layout(&self) -> &Fp4Layout {
         &self.layout
     }
 
     /// Where the codes are.
+    #[must_use]
     pub fn device(&self) -> Device {
         self.codes.device()
     }
 
     /// Bytes of codes, block scales and tensor scale.
+    #[must_use]
     pub fn bytes(&self) -> usize {
         let elements = |dims: [usize; 2]| dims[0] * dims[1];
         let tensor_scales = self.tensor_scale.dims()[0];
@@ -159,6 +162,7 @@ impl PackedWeight {
 
     /// Returns the adapter that is trained over the codes; see
     /// [`lora_fp4`](crate::Fp4Module::lora_fp4).
+    #[must_use]
     pub fn adapter(&self) -> Option<&LoraAdapter> {
         self.adapter.as_ref()
     }

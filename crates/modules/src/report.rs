@@ -157,6 +157,7 @@ impl SquaredError {
     /// }
     /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
     /// ```
+    #[must_use]
     pub fn relative(&self) -> f64 {
         // Rounding may leave less than 0 of a sum.
         if self.error <= 0.0 {
@@ -307,22 +308,26 @@ impl fmt::Display for KeepReason {
 
 impl ParameterReport {
     /// Number of values.
+    #[must_use]
     pub fn values(&self) -> usize {
         self.shape.iter().product()
     }
 
     /// Returns true if it was quantized.
+    #[must_use]
     pub fn is_quantized(&self) -> bool {
         matches!(self.outcome, Outcome::Quantized { .. } | Outcome::Provided { .. })
     }
 
     /// Stored bits per value; 0 without values.
+    #[must_use]
     pub fn bits_per_value(&self) -> f64 {
         bits(self.bytes_after, self.values())
     }
 
     /// Returns `|quantized - dense| / |dense|`, Euclidean: 0 for an all-zero weight, nothing for a
     /// parameter that is not packed or whose dense values were not read.
+    #[must_use]
     pub fn relative_error(&self) -> Option<f64> {
         self.weight_error().map(|error| error.relative())
     }
@@ -352,11 +357,13 @@ impl ParameterReport {
     /// assert_eq!(report.relative_output_error(), error); // of the only layer
     /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
     /// ```
+    #[must_use]
     pub fn relative_output_error(&self) -> Option<f64> {
         self.output_error().map(|error| error.relative())
     }
 
     /// Returns how products with it run; nothing if it is not packed.
+    #[must_use]
     pub fn products(&self) -> Option<&MatmulPath> {
         match &self.outcome {
             Outcome::Quantized { products, .. } | Outcome::Provided { products, .. } => {
@@ -388,6 +395,7 @@ fn bits(bytes: usize, values: usize) -> f64 {
 
 impl Fp4Report {
     /// Returns the entry of the parameter with a path, such as `layers.0.weight`.
+    #[must_use]
     pub fn get(&self, path: &str) -> Option<&ParameterReport> {
         self.parameters.iter().find(|parameter| parameter.path == path)
     }
@@ -404,16 +412,19 @@ impl Fp4Report {
     }
 
     /// Bytes of all float parameters before.
+    #[must_use]
     pub fn bytes_before(&self) -> usize {
         self.parameters.iter().map(|parameter| parameter.bytes_before).sum()
     }
 
     /// Bytes of all float parameters now.
+    #[must_use]
     pub fn bytes_after(&self) -> usize {
         self.parameters.iter().map(|parameter| parameter.bytes_after).sum()
     }
 
     /// Stored bits per quantized value; 0 without any.
+    #[must_use]
     pub fn bits_per_weight(&self) -> f64 {
         let (bytes, values) = self.quantized().fold((0, 0), |(bytes, values), parameter| {
             (bytes + parameter.bytes_after, values + parameter.values())
@@ -436,6 +447,7 @@ impl Fp4Report {
 
     /// Returns true if products with every packed weight run straight from its codes, for any
     /// number of rows of input.
+    #[must_use]
     pub fn multiplies_codes(&self) -> bool {
         self.quantized().all(|parameter| parameter.products() == Some(&MatmulPath::FromCodes))
     }

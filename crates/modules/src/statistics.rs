@@ -168,6 +168,7 @@ impl Calibration {
     }
 
     /// Statistics of the inputs that are contracted with this axis of slice 0 of a weight.
+    #[must_use]
     pub fn get(&self, path: &str, axis: usize) -> Option<&Gram> {
         self.get_slice(path, axis, 0)
     }
@@ -184,11 +185,13 @@ impl Calibration {
     /// assert_eq!(calibration.tokens("experts", 1, 7), 2);
     /// # Ok::<(), burn_fp4_modules::ops::search::SearchError>(())
     /// ```
+    #[must_use]
     pub fn get_slice(&self, path: &str, axis: usize, slice: usize) -> Option<&Gram> {
         self.grams.get(&(path.to_owned(), axis, slice)).map(|gram| &**gram)
     }
 
     /// One more than the last slice that there are statistics for; 0 if there is none.
+    #[must_use]
     pub fn slices(&self, path: &str, axis: usize) -> usize {
         let key = |slice| (path.to_owned(), axis, slice);
         let mut slices = self.grams.range(key(0)..=key(usize::MAX));
@@ -228,6 +231,7 @@ impl Calibration {
 
     /// The devices that the statistics were gathered on; none if they come from elsewhere. Weights
     /// that are quantized by them are divided among these devices.
+    #[must_use]
     pub fn devices(&self) -> &[Device] {
         &self.devices
     }

@@ -85,21 +85,25 @@ impl HessianFactor {
     }
 
     /// Returns the options it was made with.
+    #[must_use]
     pub fn options(&self) -> &Gptq {
         self.damped().options()
     }
 
     /// Returns the number of input channels.
+    #[must_use]
     pub fn channels(&self) -> usize {
         self.damped().channels()
     }
 
     /// Returns the block size.
+    #[must_use]
     pub fn block_size(&self) -> usize {
         self.damped().blocks().block_size()
     }
 
     /// Returns the device of its weights.
+    #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
     }

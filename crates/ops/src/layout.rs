@@ -102,16 +102,19 @@ impl Fp4Layout {
     }
 
     /// Returns the rows of the packed matrix, the product of all dimensions but the blocked one.
+    #[must_use]
     pub fn rows(&self) -> usize {
         self.view().packed_rows()
     }
 
     /// Returns the shape of the codes, `[rows, axis / 2]`.
+    #[must_use]
     pub fn codes_shape(&self) -> [usize; 2] {
         [self.rows(), self.shape[self.axis] / 2]
     }
 
     /// Returns the shape of the block scales, `[rows, axis / block_size]`.
+    #[must_use]
     pub fn scales_shape(&self) -> [usize; 2] {
         [self.rows(), self.shape[self.axis] / self.block_size]
     }

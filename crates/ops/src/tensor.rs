@@ -153,46 +153,55 @@ impl<const D: usize> Fp4Tensor<D> {
     }
 
     /// Returns the codes, u8 `[rows, axis / 2]`: two per byte, the even one in the low nibble.
+    #[must_use]
     pub fn codes(&self) -> Tensor<2, Int> {
         self.codes.clone()
     }
 
     /// Returns the block scales, u8 `[rows, axis / block_size]`, encoded as the format says.
+    #[must_use]
     pub fn scales(&self) -> Tensor<2, Int> {
         self.scales.clone()
     }
 
     /// Returns the bits of the f32 tensor scale in i32, `[1]` or `[rows]`.
+    #[must_use]
     pub fn tensor_scale_bits(&self) -> Tensor<1, Int> {
         self.tensor_scale.clone()
     }
 
     /// Returns format, shape and axis.
+    #[must_use]
     pub fn layout(&self) -> &Fp4Layout {
         &self.layout
     }
 
     /// Returns the format of codes and scales.
+    #[must_use]
     pub fn format(&self) -> Fp4Format {
         self.layout.format
     }
 
     /// Returns the axis that the blocks run along.
+    #[must_use]
     pub fn axis(&self) -> usize {
         self.layout.axis
     }
 
     /// Returns the shape of the dense tensor.
+    #[must_use]
     pub fn dims(&self) -> [usize; D] {
         core::array::from_fn(|axis| self.layout.shape[axis])
     }
 
     /// Returns the device of the tensor.
+    #[must_use]
     pub fn device(&self) -> Device {
         self.codes.device()
     }
 
     /// Returns the bytes of codes, block scales and tensor scale.
+    #[must_use]
     pub fn bytes(&self) -> usize {
         let elements = |dims: [usize; 2]| dims[0] * dims[1];
         elements(self.codes.dims()) + elements(self.scales.dims()) + 4 * self.tensor_scale.dims()[0]

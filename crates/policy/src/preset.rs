@@ -68,6 +68,7 @@ impl Preset {
     pub const ALL: [Self; 4] = [Self::AllLinear, Self::MlpOnly, Self::ExpertsOnly, Self::Miles];
 
     /// The facts of the preset.
+    #[must_use]
     pub const fn row(self) -> &'static PresetRow {
         match self {
             Self::AllLinear => &PresetRow {

@@ -291,42 +291,50 @@ impl Gram {
     }
 
     /// Number of input channels.
+    #[must_use]
     pub fn channels(&self) -> usize {
         self.layout.channels()
     }
 
     /// Number of channels of a block along the diagonal; all channels if the matrix is whole.
+    #[must_use]
     pub fn block_size(&self) -> usize {
         if self.is_whole() { self.channels() } else { self.layout.side() }
     }
 
     /// Returns true if the whole matrix is known.
+    #[must_use]
     pub fn is_whole(&self) -> bool {
         !self.layout.is_diagonal()
     }
 
     /// Returns true if blocks of this size along the diagonal are known.
+    #[must_use]
     pub fn has_blocks(&self, block_size: usize) -> bool {
         block_size > 0 && self.block_size().is_multiple_of(block_size)
     }
 
     /// Number of activations added.
+    #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
 
     /// Number of activations that are not all zero. Layers that choose their inputs, such as
     /// experts, may mask the others with zeros: this counts the inputs that a layer was chosen for.
+    #[must_use]
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
     /// Largest magnitude of the activations, from which their tensor scale is computed.
+    #[must_use]
     pub fn amax(&self) -> f32 {
         self.amax
     }
 
     /// Returns the sum of products of two channels; `None` if it is not known.
+    #[must_use]
     pub fn get(&self, row: usize, col: usize) -> Option<f64> {
         let (tile, at) = self.layout.place(row, col)?;
         Some(self.values[tile * self.layout.tile_len() + at])
@@ -338,12 +346,14 @@ impl Gram {
     }
 
     /// Returns the layout of [`values`](Self::values).
+    #[must_use]
     pub fn layout(&self) -> GramLayout {
         self.layout
     }
 
     /// Returns the tiles of [`layout`](Self::layout): blocks `[channels / block_size, block_size,
     /// block_size]`, or the upper half of a whole matrix.
+    #[must_use]
     pub fn values(&self) -> &[f64] {
         &self.values
     }
@@ -355,6 +365,7 @@ impl Gram {
     }
 
     /// Iterates over the sums of squares of the channels.
+    #[must_use]
     pub fn diagonal(&self) -> impl ExactSizeIterator<Item = f64> {
         (0..self.channels()).map(|channel| self.known(channel, channel))
     }

@@ -37,16 +37,19 @@ impl GramLayout {
     }
 
     /// Number of channels of the matrix.
+    #[must_use]
     pub fn channels(&self) -> usize {
         self.channels
     }
 
     /// Number of rows and columns of a tile.
+    #[must_use]
     pub fn side(&self) -> usize {
         self.side
     }
 
     /// Returns true if only the tiles along the diagonal are stored.
+    #[must_use]
     pub fn is_diagonal(&self) -> bool {
         self.diagonal
     }
@@ -57,12 +60,14 @@ impl GramLayout {
     }
 
     /// Number of tiles.
+    #[must_use]
     pub fn count(&self) -> usize {
         let columns = self.width();
         if self.diagonal { columns } else { columns.saturating_mul(columns + 1) / 2 }
     }
 
     /// Number of elements of a tile.
+    #[must_use]
     pub fn tile_len(&self) -> usize {
         self.side.saturating_mul(self.side)
     }

@@ -53,6 +53,7 @@ impl Hadamard {
 
     /// Returns element (i, j) of the matrix, 1/4 or -1/4.
     #[inline(always)]
+    #[must_use]
     pub const fn factor(self, i: usize, j: usize) -> f32 {
         let negative = (self.signs as u32 >> i & 1) ^ ((i & j).count_ones() & 1);
         if negative == 1 { -0.25 } else { 0.25 }

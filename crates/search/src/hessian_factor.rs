@@ -87,32 +87,38 @@ impl DampedHessian {
     }
 
     /// Returns the options it was made with.
+    #[must_use]
     pub fn options(&self) -> &Gptq {
         &self.options
     }
 
     /// Number of input channels.
+    #[must_use]
     pub fn channels(&self) -> usize {
         self.order.len()
     }
 
     /// Returns the channels in the order in which they are rounded. Channels of a block stay
     /// together.
+    #[must_use]
     pub fn order(&self) -> &[usize] {
         &self.order
     }
 
     /// Returns the amount added to the diagonal of `X^T X`.
+    #[must_use]
     pub fn added(&self) -> f64 {
         self.added
     }
 
     /// Returns the blocks on the diagonal of H.
+    #[must_use]
     pub fn blocks(&self) -> &BlockHessians {
         &self.blocks
     }
 
     /// Returns the inverses of the blocks, `[blocks, block_size, block_size]`.
+    #[must_use]
     pub fn inverses(&self) -> &[f32] {
         &self.inverses
     }
@@ -163,16 +169,19 @@ impl HessianFactor {
     }
 
     /// Returns everything but the two large matrices.
+    #[must_use]
     pub fn damped(&self) -> &DampedHessian {
         &self.damped
     }
 
     /// Returns the upper triangular U of `H^-1 = U^T U`, `[channels, channels]`.
+    #[must_use]
     pub fn factor(&self) -> &[f32] {
         &self.factor
     }
 
     /// Returns H, `[channels, channels]`.
+    #[must_use]
     pub fn hessian(&self) -> &[f32] {
         &self.hessian
     }

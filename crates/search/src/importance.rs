@@ -209,27 +209,32 @@ impl BlockHessians {
     }
 
     /// Number of elements of a block.
+    #[must_use]
     pub fn block_size(&self) -> usize {
         self.block_size
     }
 
     /// Number of blocks.
+    #[must_use]
     pub fn len(&self) -> usize {
         self.values.len() / (self.block_size * self.block_size)
     }
 
     /// Returns true if there are no blocks.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
 
     /// Returns the matrices, `[blocks, block_size, block_size]`.
+    #[must_use]
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
     /// Returns `sqrt(1 / (H^-1)_ii)`, rounded down, 0 where a matrix is singular: `[blocks,
     /// block_size]`.
+    #[must_use]
     pub fn bounds(&self) -> &[f32] {
         &self.bounds
     }

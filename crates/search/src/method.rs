@@ -92,6 +92,7 @@ pub enum E4m3Range {
 
 impl E4m3Range {
     /// Returns the value for the block scales of NVFP4.
+    #[must_use]
     pub const fn value(self) -> f32 {
         self.of(&Fp4Format::NvFp4.row().block_scale)
     }
@@ -231,12 +232,14 @@ impl Method {
     };
 
     /// Returns the method with a name.
+    #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::NAMED.into_iter().find(|row| row.name == name).map(|row| row.method)
     }
 
     /// Returns the facts of the method. A method with options of its own has the row of the default
     /// options.
+    #[must_use]
     pub fn row(self) -> &'static MethodRow {
         static NAMED: [MethodRow; Method::NAMED.len()] = Method::NAMED;
         let default = match self {
@@ -253,26 +256,31 @@ impl Method {
     }
 
     /// Returns the statistics that the method needs of the inputs of a layer.
+    #[must_use]
     pub fn needs(self) -> Needs {
         self.row().needs
     }
 
     /// Returns true if the method needs any statistics of inputs.
+    #[must_use]
     pub fn needs_inputs(self) -> bool {
         self.row().calibrated
     }
 
     /// Returns true if the method searches blocks with their Hessians.
+    #[must_use]
     pub const fn needs_hessians(self) -> bool {
         matches!(self, Self::Hessian | Self::CoordinateDescent | Self::Admm(_))
     }
 
     /// Returns true if the method quantizes each block by itself, from its values alone.
+    #[must_use]
     pub const fn is_blockwise(self) -> bool {
         matches!(self, Self::Amax | Self::FourOverSix { .. } | Self::Sse(Sse::Uniform))
     }
 
     /// Returns the options of GPTQ; `None` for other methods.
+    #[must_use]
     pub const fn gptq(self) -> Option<Gptq> {
         match self {
             Self::Gptq(options) => Some(options),
@@ -301,6 +309,7 @@ impl Method {
 
     /// Returns true if the method sums over a whole matrix. Each engine does that in its own order,
     /// so bits may differ from the host's. All other methods have the same bits on every engine.
+    #[must_use]
     pub const fn sums_matrices(self) -> bool {
         matches!(self, Self::Sse(Sse::TensorScale) | Self::Gptq(_))
     }

@@ -188,6 +188,7 @@ impl Fp4Scheme {
     }
 
     /// Returns the format of the rule.
+    #[must_use]
     pub const fn format(&self) -> Fp4Format {
         self.rule.row().format
     }
@@ -195,6 +196,7 @@ impl Fp4Scheme {
     /// Returns the product of the largest element and the largest block scale, to which the
     /// tensor's amax maps: 2688, or 1536 with [`E4m3Range::E256`]. Powers of two have no tensor
     /// scale, so that their product is 1.
+    #[must_use]
     pub fn largest_code_product(&self) -> f32 {
         let range = match self.method {
             Method::FourOverSix { range, .. } => range,
@@ -207,6 +209,7 @@ impl Fp4Scheme {
     }
 
     /// Number of rows that share a block scale.
+    #[must_use]
     pub const fn tile_rows(&self) -> usize {
         match self.blocks {
             Blocks::Row => 1,
@@ -215,6 +218,7 @@ impl Fp4Scheme {
     }
 
     /// Number of tensor scales of a matrix with this many rows: 1, or one per row.
+    #[must_use]
     pub const fn tensor_scales(&self, rows: usize) -> usize {
         match self.tensor_scale {
             TensorScaling::Row if self.rule.row().tensor_scale => rows,
@@ -303,6 +307,7 @@ impl TensorFactor {
     ///
     /// amax 0 and amaxes so small that the quotient overflows give `encode` = FLT_MAX; an infinite
     /// amax gives 1; NaN gives NaN (TransformerEngine's reference, section "global scales").
+    #[must_use]
     pub fn new(scheme: &Fp4Scheme, amax: f32) -> Self {
         if !scheme.rule.row().tensor_scale {
             return Self::ONE;

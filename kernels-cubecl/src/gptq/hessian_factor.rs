@@ -92,6 +92,7 @@ pub fn hessian_factor(
 
 impl HessianFactorHandles {
     /// Returns the [`factor`](burn_fp4_search::HessianFactor::factor), f32 `[channels, channels]`.
+    #[must_use]
     pub fn factor(&self) -> &Handle {
         &self.factor
     }
@@ -99,17 +100,20 @@ impl HessianFactorHandles {
     /// Returns the weight of each channel's squared error, f32 `[channels]`: its cost if all later
     /// channels compensate the error as well as they can. It is the diagonal of the factor to the
     /// power of -2.
+    #[must_use]
     pub fn channel_weights(&self) -> &Handle {
         &self.channel_weights
     }
 
     /// Returns the [`hessian`](burn_fp4_search::HessianFactor::hessian), f32 `[channels,
     /// channels]`.
+    #[must_use]
     pub fn hessian(&self) -> &Handle {
         &self.hessian
     }
 
     /// Returns a u32 in device memory: 1, or 0 if H is singular and everything else arbitrary.
+    #[must_use]
     pub fn definite(&self) -> &Handle {
         &self.definite
     }

@@ -19,11 +19,13 @@ use crate::plan::{Capability, Dtype, Refusal};
 
 impl MatmulPlan {
     /// Returns the matmul that was planned.
+    #[must_use]
     pub fn matmul(&self) -> &Matmul {
         &self.matmul
     }
 
     /// Returns the device that it was planned for.
+    #[must_use]
     pub fn device(&self) -> &Capability {
         &self.device
     }
@@ -168,6 +170,7 @@ impl Matmul {
     /// One launch keeps more of the device busy than short ones in turn. Sums have the order of a
     /// matmul with the packed rows of all weights, so that bits may differ from those of
     /// [`plan`](Self::plan).
+    #[must_use]
     pub fn family(matmuls: &[Self], device: &Capability) -> Option<FamilyPlan> {
         let [first, others @ ..] = matmuls else { return None };
         let all = matmuls.iter().map(|matmul| matmul.n).sum();
@@ -183,6 +186,7 @@ impl Matmul {
 
 impl FamilyPlan {
     /// Returns the matmul with the first weight.
+    #[must_use]
     pub fn first(&self) -> &Matmul {
         &self.first
     }

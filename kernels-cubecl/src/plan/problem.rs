@@ -16,6 +16,7 @@ pub enum Dtype {
 
 impl Dtype {
     /// Bytes of a value.
+    #[must_use]
     pub const fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -37,16 +38,19 @@ pub struct Problem {
 
 impl Problem {
     /// Blocks along the axis.
+    #[must_use]
     pub const fn blocks(&self) -> usize {
         self.view.axis / self.scheme.block_size
     }
 
     /// Bytes of the codes.
+    #[must_use]
     pub const fn code_bytes(&self) -> usize {
         self.view.len() / 2
     }
 
     /// Bytes of the block scales.
+    #[must_use]
     pub const fn scale_bytes(&self) -> usize {
         self.view.len() / self.scheme.block_size
     }

@@ -51,16 +51,19 @@ impl ThreadTile {
 
     /// Returns the values of a word. A dense tensor is loaded in words of 32 bits, or in words of
     /// 16 if a vector is a single 16-bit value.
+    #[must_use]
     pub const fn word_values(&self) -> u32 {
         if self.dtype.size() == 2 && self.vector > 1 { 2 } else { 1 }
     }
 
     /// Returns the words of a vector.
+    #[must_use]
     pub const fn words(&self) -> u32 {
         self.vector / self.word_values()
     }
 
     /// Returns true if words have 32 bits.
+    #[must_use]
     pub const fn wide(&self) -> bool {
         self.dtype.size() == 4 || self.vector > 1
     }

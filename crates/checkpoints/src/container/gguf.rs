@@ -36,6 +36,7 @@ pub struct Metadata {
 
 impl Metadata {
     /// The pairs that every file has: `general.architecture`.
+    #[must_use]
     pub fn new(architecture: &str) -> Self {
         let mut bytes = Vec::new();
         text(&mut bytes, ARCHITECTURE);
@@ -45,6 +46,7 @@ impl Metadata {
     }
 
     /// `general.architecture`.
+    #[must_use]
     pub fn architecture(&self) -> Option<&str> {
         let mut cursor = self.cursor();
         let mut found = None;

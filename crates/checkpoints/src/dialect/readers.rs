@@ -43,6 +43,7 @@ impl Program {
     ];
 
     /// The facts of the program.
+    #[must_use]
     pub const fn row(self) -> &'static ProgramRow {
         match self {
             Self::Vllm => &ProgramRow { name: "vLLM", version: "0.33.0", fuses: true },

@@ -307,6 +307,7 @@ impl Selection {
 
     /// Returns true if the dialect has a place for the tensor scales of formats that have them. In
     /// others they are 1.
+    #[must_use]
     pub fn has_tensor_scales(&self) -> bool {
         self.scaled
     }
@@ -345,6 +346,7 @@ impl Selection {
 
 impl Matrices {
     /// Returns the matrices of a weight with two or more axes.
+    #[must_use]
     pub fn of(model: &Model<'_>, weight: &Weight<'_>) -> Self {
         Self::in_architecture(Architecture::of(model), weight)
     }
@@ -437,6 +439,7 @@ fn unfit(weight: &Weight<'_>) -> Option<Reason> {
 }
 
 /// Returns the name of the dialect that a policy writes.
+#[must_use]
 pub fn dialect_of(policy: &Policy) -> &str {
     policy.recipe().dialect.as_deref().unwrap_or(DEFAULT)
 }

@@ -270,6 +270,7 @@ fn refuse_existing(path: &Path) -> Result<(), CheckpointError> {
 
 impl Output<'_> {
     /// Returns true if a weight is written, by this run or an earlier one.
+    #[must_use]
     pub fn is_done(&self, at: usize) -> bool {
         self.done.contains(&at)
     }
@@ -281,6 +282,7 @@ impl Output<'_> {
     }
 
     /// Returns true if an earlier run was stopped before its first weight was on the disk.
+    #[must_use]
     pub fn restarts(&self) -> bool {
         self.restarts
     }
@@ -293,6 +295,7 @@ impl Output<'_> {
     }
 
     /// Where what is written stays if it is not finished. None: it is removed.
+    #[must_use]
     pub fn stays(&self) -> Option<&Path> {
         self.stays.then_some(&self.partial)
     }

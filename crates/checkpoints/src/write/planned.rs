@@ -54,38 +54,45 @@ impl fmt::Debug for Piece<'_> {
 
 impl Planned<'_> {
     /// Counts what will be written and what changes on the way, as far as the model tells now.
+    #[must_use]
     pub fn report(&self) -> WriteReport {
         self.plan.report
     }
 
     /// Weights whose values a cast or a folded tensor scale changes, by their places in the model,
     /// with the sums of [`squared_difference`](crate::cast::squared_difference).
+    #[must_use]
     pub fn changed(&self) -> &[(usize, [f64; 2])] {
         &self.plan.changed
     }
 
     /// Weights that are not changed as all others are; see [`Model::plan_keeping`].
+    #[must_use]
     pub fn kept(&self) -> &[Kept] {
         &self.kept
     }
 
     /// Bytes of all files with tensors, headers included.
+    #[must_use]
     pub fn length(&self) -> u64 {
         self.plan.files.iter().map(|file| file.length).sum()
     }
 
     /// Bytes that each weight takes with all of its tensors.
+    #[must_use]
     pub fn bytes(&self) -> Vec<u64> {
         (0..self.model.weights.len()).map(|at| self.plan.bytes(at)).collect()
     }
 
     /// Returns true if a weight of the model is copied, by [pieces](Self::pieces): it is
     /// not quantized to FP8 or FP4, and not decoded.
+    #[must_use]
     pub fn copies(&self, at: usize) -> bool {
         self.target.copies(&self.model.weights[at])
     }
 
     /// Returns the dtype that a weight of the model is decoded or cast to, if it is.
+    #[must_use]
     pub fn decoded_to(&self, at: usize) -> Option<Dtype> {
         self.target.decoded_to(&self.model.weights[at])
     }
@@ -132,16 +139,19 @@ impl Piece<'_> {
     pub const MOST: usize = 4 << 20;
 
     /// The weight, by its place in the model.
+    #[must_use]
     pub fn weight(&self) -> usize {
         self.weight
     }
 
     /// Number of its bytes.
+    #[must_use]
     pub fn len(&self) -> usize {
         self.mapped.len()
     }
 
     /// Returns true if it has none.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.mapped.is_empty()
     }

@@ -80,6 +80,7 @@ pub enum Loaded {
 
 impl LoadReport {
     /// The parameter with a path.
+    #[must_use]
     pub fn get(&self, path: &str) -> Option<&LoadedParameter> {
         self.parameters.iter().find(|parameter| parameter.path == path)
     }

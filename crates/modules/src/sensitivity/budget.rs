@@ -77,6 +77,7 @@ pub(crate) fn quantize_within<M: Module>(
 
 impl BudgetChoice {
     /// The error above the bound: no choice within the budget is better by more.
+    #[must_use]
     pub fn gap(&self) -> f64 {
         self.error - self.bound
     }

@@ -73,6 +73,7 @@ pub struct CandidateSensitivity {
 
 impl GroupSensitivity {
     /// Bits for each value.
+    #[must_use]
     pub fn bits(&self, candidate: &CandidateSensitivity) -> f64 {
         8.0 * candidate.bytes as f64 / self.values as f64
     }
@@ -81,6 +82,7 @@ impl GroupSensitivity {
 impl CandidateSensitivity {
     /// Returns the error by which candidates of different groups are compared: the loss if it is
     /// known, else the error of the outputs.
+    #[must_use]
     pub fn error(&self) -> Option<f64> {
         self.loss.or(self.output_error)
     }

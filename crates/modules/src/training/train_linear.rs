@@ -82,11 +82,13 @@ impl Fp4TrainLinear {
     }
 
     /// Returns the recipe of its three products.
+    #[must_use]
     pub fn recipe(&self) -> &TrainRecipe {
         &self.recipe
     }
 
     /// Forward passes so far: what a resumed training has to [set](Self::set_step) to draw on.
+    #[must_use]
     pub fn step(&self) -> u64 {
         self.step.load(Ordering::Relaxed)
     }

@@ -31,6 +31,7 @@ impl GraphState {
     }
 
     /// Returns true if some weights are in memory of another stream than the one that captures.
+    #[must_use]
     pub fn is_mixed(&self) -> bool {
         match *self {}
     }
@@ -44,6 +45,7 @@ impl GraphState {
     }
 
     /// Returns true if there are no tensors.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         match *self {}
     }

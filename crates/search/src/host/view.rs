@@ -39,16 +39,19 @@ impl View {
     }
 
     /// Number of rows of the packed matrix.
+    #[must_use]
     pub const fn packed_rows(&self) -> usize {
         self.outer * self.inner
     }
 
     /// Number of values of the tensor.
+    #[must_use]
     pub const fn len(&self) -> usize {
         self.outer.saturating_mul(self.axis).saturating_mul(self.inner)
     }
 
     /// Returns true if the tensor is empty.
+    #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }

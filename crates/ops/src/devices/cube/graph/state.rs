@@ -68,6 +68,7 @@ impl GraphState {
     }
 
     /// Returns true if some weights are in memory of another stream than the one that captures.
+    #[must_use]
     pub fn is_mixed(&self) -> bool {
         self.mixed
     }
@@ -102,6 +103,7 @@ impl GraphState {
     }
 
     /// Returns true if there are no tensors.
+    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }

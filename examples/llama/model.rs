@@ -187,7 +187,7 @@ impl<L: Projection> Llama<L> {
     }
 
     /// Returns the bytes of the matrices that a decode step multiplies by, as they are stored:
-    /// those of all layers and the `lm_head`.
+    /// of all layers and the `lm_head`.
     pub fn bytes_of_weights(&self) -> usize {
         let head = match (&self.int8_head, &self.lm_head) {
             (Some(int8_head), _) => int8_head.bytes(),

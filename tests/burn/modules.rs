@@ -944,7 +944,7 @@ fn advice_for_layers_of_burn_can_be_followed() {
             *products,
             MatmulPath::Dequantized(DequantizeReason::Inside { layer: layer.to_owned() })
         );
-        assert!(products.to_string().contains("keep it dense by `exclude`"), "{products}");
+        assert!(products.to_string().contains("use `exclude` to keep it dense"), "{products}");
     }
     assert!(!report.to_string().contains("Fp4Linear::from"), "{report}");
     // As advised.

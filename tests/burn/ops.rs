@@ -1071,36 +1071,69 @@ fn a_bias_of_another_dtype_is_cast_to_that_of_the_input() {
 #[test]
 fn quantized_tensors_of_burn_have_the_same_codes_and_scales() {
     let schemes = [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()];
-    for (name, device, _) in devices() {
-        if !["cpu", "cuda"].contains(&name) {
-            continue;
+    // Burn multiplies the scales first, and rounds their product.
+    let check = |what: &str, found: Vec<f32>, expected: Vec<f32>| {
+        for (found, expected) in found.iter().zip(expected) {
+            let error = (found - expected).abs();
+            assert!(error <= 2e-7 * expected.abs(), "{what}: {found}, {expected}");
         }
+    };
+    for (name, device, _) in devices() {
         for (scheme, axis) in schemes.into_iter().flat_map(|scheme| [(scheme, 0), (scheme, 1)]) {
             let what = format!("{name} {:?} axis {axis}", scheme.format());
-            let packed = quantize(values([64, 96], &device, DType::F32), axis, &scheme).unwrap();
-            let mut block = [1; 2];
-            block[axis] = scheme.block_size as u8;
-            let of_burn = QuantScheme::default()
-                .with_value(QuantValue::E2M1)
-                .with_store(QuantStore::PackedU32(1 - axis));
-            let host = packed.to_packed().unwrap();
-            let mut bytes = [host.codes.as_slice(), &host.scales].concat();
-            let of_burn = match scheme.format() {
-                Fp4Format::NvFp4 => {
-                    bytes.extend(host.tensor_scale.of_row(0).to_ne_bytes());
-                    of_burn.per_block(block, ScaleDtype::UE4M3).per_tensor(ScaleDtype::F32)
-                }
-                Fp4Format::MxFp4 => of_burn.per_block(block, ScaleDtype::UE8M0),
-            };
-            let data = TensorData::from_bytes_vec(bytes.clone(), [64, 96], DType::QFloat(of_burn));
-            let tensor = Tensor::<2>::from_data(data, &device);
-            assert_eq!(tensor.clone().into_data().as_bytes(), bytes, "{what}");
-            // Burn multiplies the scales first, and rounds their product.
-            let found = floats(tensor.dequantize());
-            for (found, expected) in found.iter().zip(floats(packed.dequantize())) {
-                let error = (found - expected).abs();
-                assert!(error <= 2e-7 * expected.abs(), "{what}: {found}, {expected}");
+            let dense = values([64, 96], &device, DType::F32);
+            let packed = quantize(dense.clone(), axis, &scheme).unwrap();
+            let data = packed.to_burn_data().unwrap();
+            let again = Fp4Tensor::<2>::from_burn_data(&data, &device).unwrap();
+            assert_eq!(again.to_packed().unwrap(), packed.to_packed().unwrap(), "{what}");
+            assert_eq!(again.layout(), packed.layout(), "{what}");
+            if !["cpu", "cuda"].contains(&name) {
+                continue;
             }
+            let tensor = Tensor::<2>::from_data(data.clone(), &device);
+            assert_eq!(tensor.clone().into_data().as_bytes(), data.as_bytes(), "{what}");
+            check(&what, floats(tensor.dequantize()), floats(packed.dequantize()));
+            // One that Burn has quantized.
+            let DType::QFloat(of_burn) = data.dtype else { panic!("{what}: {:?}", data.dtype) };
+            let tensor = dense.quantize_dynamic(&of_burn);
+            let taken = Fp4Tensor::<2>::from_burn_data(&tensor.clone().into_data(), &device);
+            let taken = taken.unwrap();
+            check(&what, floats(tensor.dequantize()), floats(taken.dequantize()));
         }
     }
+}
+
+#[test]
+fn data_that_are_no_fp4_tensor_of_burn_are_refused_by_what_they_are() {
+    let device = Device::flex();
+    let refused = |data: &TensorData| match Fp4Tensor::<2>::from_burn_data(data, &device) {
+        Err(OpsError::BurnData { found }) => found,
+        other => panic!("{other:?}"),
+    };
+    let scheme = QuantScheme::default()
+        .with_value(QuantValue::E2M1)
+        .with_store(QuantStore::PackedU32(0))
+        .per_block([32], ScaleDtype::UE8M0);
+    let of = |scheme: QuantScheme, shape: &[usize]| {
+        TensorData::from_bytes_vec(vec![0; 17], shape.to_vec(), DType::QFloat(scheme))
+    };
+    assert!(Fp4Tensor::<2>::from_burn_data(&of(scheme, &[1, 32]), &device).is_ok());
+    for (data, expected) in [
+        (TensorData::from([[1.0f32]]), "F32"),
+        (of(scheme.with_value(QuantValue::Q8F), &[1, 32]), "values Q8F"),
+        (of(scheme.with_store(QuantStore::PackedU32(1)), &[1, 32]), "PackedU32(1)"),
+        (of(scheme.per_block([32], ScaleDtype::F32), &[1, 32]), "block scales Some(F32)"),
+        (of(scheme, &[2, 32]), "17 bytes for shape [2, 32]"),
+        (of(scheme, &[32]), "shape [32] for a tensor of rank 2"),
+    ] {
+        let found = refused(&data);
+        assert!(found.contains(expected), "{found}, not {expected}");
+    }
+    let rows = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    let packed = quantize(values([4, 32], &device, DType::F32), 1, &rows).unwrap();
+    let error = packed.to_burn_data().expect_err("Burn has one tensor scale");
+    assert!(error.to_string().ends_with("found a tensor scale for each row"), "{error}");
+    let stack = quantize(values([2, 32, 4], &device, DType::F32), 1, &Fp4Scheme::mxfp4()).unwrap();
+    let error = stack.to_burn_data().expect_err("another order of bytes");
+    assert!(error.to_string().ends_with("blocks along axis 1 of a tensor of rank 3"), "{error}");
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use burn_fp4_policy::Pattern;
 
 use crate::container::gguf;
-use crate::dtype::Dtype;
+use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
 use crate::fp8::Fp8Weight;
@@ -190,7 +190,9 @@ impl Weight<'_> {
     #[must_use]
     pub fn is_lossy(&self) -> bool {
         match &self.value {
-            Value::Plain(tensor) => !tensor.is(&[Dtype::F64, Dtype::F32, Dtype::F16, Dtype::BF16]),
+            Value::Plain(tensor) => {
+                tensor.dtype.is_fp8() || matches!(tensor.dtype, DataType::Ggml(_))
+            }
             Value::Fp8(_) | Value::Fp4(_) => true,
         }
     }

@@ -112,7 +112,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     remark(&model, dialect, &options, planned.kept(), &mut remarks)?;
     remarks.note_each(not_copied(&checkpoint, dialect));
     remarks.warn_each(missing_layers(&model));
-    let mut report = Report::new(&model, dialect, &planned, decoded, remarks);
+    let mut report = Report::new(&model, dialect, &planned, decoded, remarks, next(&out));
     report.remarks.print_warnings();
     match arguments.json {
         true => print_json(&report),
@@ -135,6 +135,8 @@ struct Report {
     remarks: Remarks,
     /// The errors of weights whose values changed, against the input, not the model before it.
     errors: Errors,
+    /// The command that looks at what was written.
+    next: String,
 }
 
 impl Report {
@@ -144,13 +146,14 @@ impl Report {
         planned: &Planned<'_>,
         decoded: Vec<TallyAt>,
         mut remarks: Remarks,
+        next: String,
     ) -> Self {
         let WriteReport { files, tensors, bytes: tensor_bytes, .. } = planned.report();
         let changed = planned.changed().iter().map(|&(at, values)| (at, Tally::of_values(values)));
         let measured = changed.chain(decoded).collect();
         let errors = Errors::of_quantized(model, &[], measured, &mut remarks);
         let (dialect, bytes) = (dialect.to_owned(), planned.length());
-        Self { dialect, files, tensors, bytes, tensor_bytes, remarks, errors }
+        Self { dialect, files, tensors, bytes, tensor_bytes, remarks, errors, next }
     }
 
     fn text(&self, out: &Path) -> String {
@@ -169,7 +172,7 @@ impl Report {
                 text.push_str(&format!("{}\n", wrapped(&line, width())));
             }
         }
-        text + "next: " + &next(out)
+        text + "next: " + &self.next
     }
 }
 

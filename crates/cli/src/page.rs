@@ -19,9 +19,9 @@ const CHARACTER: f64 = 6.6;
 
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --line: #d7dce1;
-  --bar: #d6601e; --soft: #6b7681; }
+  --bar: #bc4c00; --soft: #6b7681; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ec; --paper: #14181c; --line: #333b43; --bar: #ee8a4c; --soft: #98a3ad; } }
+  :root { --ink: #e6e9ec; --paper: #14181c; --line: #333b43; --bar: #f0883e; --soft: #98a3ad; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }

@@ -345,11 +345,15 @@ fn a_run_that_was_started_with_a_signal_ignored_goes_on() {
         .stderr(Stdio::piped())
         .spawn()
         .expect("a shell");
-    let journal = folder.path().join(".out.partial/journal");
-    while !journal.exists() && child.try_wait().expect("a child").is_none() {
+    // From when on it waits for SIGTERM it would for SIGINT.
+    let waits = |id: u32| {
+        let status = fs::read_to_string(format!("/proc/{id}/status")).unwrap_or_default();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap_or("0");
+        u64::from_str_radix(caught.trim(), 16).expect("a mask") >> 14 & 1 == 1
+    };
+    while !waits(child.id()) && child.try_wait().expect("a child").is_none() {
         std::thread::sleep(Duration::from_millis(2));
     }
-    std::thread::sleep(Duration::from_millis(20));
     assert!(child.try_wait().expect("a child").is_none(), "it ended before the signal");
     let _ = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
     let output = child.wait_with_output().expect("it ended");

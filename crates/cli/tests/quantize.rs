@@ -164,6 +164,7 @@ fn a_run_says_how_good_it_was_and_what_to_type_next() {
     let json = succeeds(folder.path(), "quantize model.safetensors --out again --json");
     let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
     assert_eq!((&report["quantized"], &report["errors"]["not_measured"]), (&4.into(), &0.into()));
+    assert_eq!(report["next"], "fp4 inspect again");
     let (mut sum, mut worst) = (0.0, (0.0, String::new()));
     for at in 0..4 {
         let squares = |values: Vec<f64>| values.iter().map(|value| value * value).sum::<f64>();
@@ -963,6 +964,10 @@ fn a_recipe_says_the_same_as_the_command_line() {
     let (code, _, error) = run(folder.path(), &format!("quantize model --out x {options}"));
     assert!(code == 2 && !error.contains("recipe.toml"), "{error}");
     assert!(error.contains("four-over-six"), "{error}");
+    // The file has the method that the option does not go with.
+    fs::write(folder.path().join("recipe.toml"), "method = \"four-over-six\"\n").expect("a recipe");
+    let options = "quantize model --out x --recipe recipe.toml --format mxfp4";
+    fails(folder.path(), options, 2, &["recipe.toml: line 1: ", "four-over-six", "mxfp4"]);
     // Which weights: what the command line says is instead of what a recipe does.
     let json = |recipe: &str, options: &str| {
         fs::write(folder.path().join("recipe.toml"), recipe).expect("a recipe");

@@ -145,26 +145,14 @@ fn details(parameter: &ParameterReport) -> Option<String> {
             let fallback = fallback
                 .as_ref()
                 .map_or(String::new(), |reason| format!(" instead of {asked} ({reason})"));
-            format!(
-                "{}, blocks of {}, rule {}, method {}{fallback}, along axis {axis}",
-                name(scheme.format()),
-                scheme.block_size,
-                scheme.rule,
-                scheme.method,
-            )
+            format!("{scheme}{fallback}, along axis {axis}")
         }
         Outcome::Provided { format, block_size, axis, .. } => {
             format!("{}, blocks of {block_size}, as provided, along axis {axis}", name(*format))
         }
         Outcome::FakeQuantized { scheme, axis, learned } => {
             let learned = if *learned { ", tensor scale learned" } else { "" };
-            format!(
-                "trained as {}, blocks of {}, rule {}, method {}, along axis {axis}{learned}",
-                name(scheme.format()),
-                scheme.block_size,
-                scheme.rule,
-                scheme.method,
-            )
+            format!("trained as {scheme}, along axis {axis}{learned}")
         }
         Outcome::Adapted { rank, scale } => format!("adapter of rank {rank}, scale {scale}"),
         Outcome::Merged => "dense, with the adapter added".to_owned(),

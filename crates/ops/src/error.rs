@@ -110,6 +110,15 @@ pub enum OpsError {
         /// Shape found.
         found: Vec<usize>,
     },
+    /// The data are not those of an E2M1 tensor of Burn, or a tensor has no such data.
+    #[error(
+        "Burn's quantized tensor: expected E2M1 in PackedU32 with blocks along the last axis, or \
+         axis 0 of a matrix, and scales UE4M3 with F32, or UE8M0; found {found}"
+    )]
+    BurnData {
+        /// What is another.
+        found: String,
+    },
     /// A part of a quantized tensor has a wrong dtype.
     #[error("{what}: expected dtype {expected:?}, found {found:?}")]
     PartDType {

@@ -21,6 +21,7 @@
 //! | `decoder/`          | a decoder besides quantized products: norms, SwiGLU, attention      |
 //! | `int8.rs`           | [`Int8Matrix`]: an output layer of signed bytes                     |
 //! | `tensor.rs`         | [`Fp4Tensor`]: codes and scales on a device                         |
+//! | `burn_data.rs`      | [`Fp4Tensor`] as data of Burn's own quantized tensors               |
 //! | `layout.rs`         | [`Fp4Layout`]: format, shape and blocked axis                       |
 //! | `primitive.rs`      | [`Fp4Primitive`]: codes and scales as tensors of a backend          |
 //! | `importance.rs`     | quantization for given activations                                  |
@@ -42,6 +43,7 @@
 #![warn(missing_debug_implementations)]
 
 mod awake;
+mod burn_data;
 mod decoder;
 mod deterministic;
 mod devices;

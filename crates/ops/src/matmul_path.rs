@@ -119,8 +119,8 @@ impl fmt::Display for DequantizeReason {
             ),
             Self::Inside { layer } => write!(
                 f,
-                "on the CPU Burn's `{layer}` cannot multiply from the codes; keep it dense by \
-                 `exclude`, or write a layer of its kind with `Fp4Linear`"
+                "on the CPU Burn's `{layer}` cannot multiply from the codes; use \
+                 `exclude` to keep it dense, or write a layer of its kind with `Fp4Linear`"
             ),
             Self::Device => {
                 write!(f, "the device has no kernels for it; use CUDA or Vulkan")

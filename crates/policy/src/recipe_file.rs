@@ -20,8 +20,9 @@ use crate::recipe::{Recipe, RecipeWeights};
 /// # let path = std::env::temp_dir().join(format!("burn-fp4-recipe-{}.toml", std::process::id()));
 /// # std::fs::write(&path, "format = \"mxfp4\"\nrule = \"te\"\n").expect("written");
 /// let file = RecipeFile::read(&path)?; // format = "mxfp4", and below it rule = "te"
-/// let problem = Policy::new(file.recipe()?).expect_err("a rule of nvfp4");
-/// let text = file.blame(problem).to_string();
+/// let recipe = file.recipe()?;
+/// let problem = Policy::new(recipe.clone()).expect_err("a rule of nvfp4");
+/// let text = file.blame(problem, &recipe).to_string();
 /// assert!(text.contains(".toml: line 2: the rule `te` is for nvfp4, not mxfp4; "), "{text}");
 /// # std::fs::remove_file(path).expect("removed");
 /// # Ok::<(), burn_fp4_policy::RecipeError>(())
@@ -88,14 +89,26 @@ impl RecipeFile {
         &self.path
     }
 
-    /// Puts the file and the line before a problem of its choices. A problem of choices that the
-    /// file does not have is returned unchanged.
+    /// Puts the file and the line before a problem of its choices in a recipe. A problem of a
+    /// choice that the recipe does not have from the file is returned unchanged.
     #[must_use]
-    pub fn blame(&self, problem: RecipeError) -> RecipeError {
+    pub fn blame(&self, problem: RecipeError, recipe: &Recipe) -> RecipeError {
         match self.line_of(&problem) {
-            None => problem,
-            line => RecipeError::In { path: self.path.clone(), line, problem: Box::new(problem) },
+            Some(line) if !self.is_replaced(&problem, recipe) => RecipeError::In {
+                path: self.path.clone(),
+                line: Some(line),
+                problem: Box::new(problem),
+            },
+            _ => problem,
         }
+    }
+
+    /// Returns true if a problem is about a choice for all weights for which a recipe has another
+    /// value than the file.
+    fn is_replaced(&self, problem: &RecipeError, recipe: &Recipe) -> bool {
+        let Some((None, key)) = problem.place() else { return false };
+        let value = |recipe: &Recipe| toml::Table::try_from(recipe).ok()?.remove(key);
+        self.recipe().is_ok_and(|own| value(&own) != value(recipe))
     }
 
     /// Finds the first line with a pattern in a list.
@@ -183,7 +196,7 @@ mod tests {
             let file = file(text);
             let checked = file.recipe().and_then(|recipe| {
                 let schemes = recipe.base().and_then(|_| recipe.schemes());
-                schemes.map_err(|problem| file.blame(problem))
+                schemes.map_err(|problem| file.blame(problem, &recipe))
             });
             let error = checked.expect_err(text).to_string();
             assert!(error.starts_with(says), "{error}");
@@ -192,9 +205,16 @@ mod tests {
 
     #[test]
     fn a_problem_of_choices_that_are_not_in_the_file_is_not_blamed_on_it() {
-        let problem = Recipe { block_size: Some(8), ..Recipe::default() }.base();
-        let problem = file("format = \"nvfp4\"").blame(problem.expect_err("a wrong size"));
-        assert!(problem.to_string().starts_with("block size 8: expected"), "{problem}");
+        let recipe = Recipe { block_size: Some(8), ..Recipe::default() };
+        // The file has none, or another.
+        for text in ["format = \"nvfp4\"", "block-size = 16"] {
+            let problem = recipe.base().expect_err("a wrong size");
+            let problem = file(text).blame(problem, &recipe);
+            assert!(problem.to_string().starts_with("block size 8: expected"), "{problem}");
+        }
+        let problem = recipe.base().expect_err("a wrong size");
+        let problem = file("\nblock-size = 8").blame(problem, &recipe);
+        assert!(problem.to_string().starts_with("r.toml: line 2: block size 8"), "{problem}");
     }
 
     #[test]

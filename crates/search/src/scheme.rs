@@ -1,6 +1,8 @@
 //! [`Fp4Scheme`]: the format, rule, search, rounding and tensor scale of a tensor, and the choices
 //! that go together.
 
+use std::fmt;
+
 use burn_fp4_formats::{E2M1, FormatError, Fp4Format, ScaleGrid};
 use serde::{Deserialize, Serialize};
 
@@ -287,6 +289,37 @@ impl Fp4Scheme {
             Ok(())
         } else {
             Err(FormatError::Indivisible { cols, block_size: self.block_size }.into())
+        }
+    }
+}
+
+/// Names format, blocks, rule and method, and other choices where they are not the default.
+///
+/// ```
+/// use burn_fp4_search::{Blocks, Fp4Scheme};
+///
+/// let scheme = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
+/// assert_eq!(scheme.to_string(), "NVFP4, tiles of 16 x 16, rule te, method amax");
+/// let scheme = Fp4Scheme::mxfp4();
+/// assert_eq!(scheme.to_string(), "MXFP4, blocks of 32, rule floor, method amax");
+/// ```
+impl fmt::Display for Fp4Scheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, ", self.format().to_string().to_uppercase())?;
+        match self.blocks {
+            Blocks::Row => write!(f, "blocks of {}", self.block_size)?,
+            Blocks::Tile16x16 => write!(f, "tiles of 16 x 16")?,
+        }
+        write!(f, ", rule {}, method {}", self.rule, self.method)?;
+        match self.tensor_scale {
+            TensorScaling::Tensor => {}
+            TensorScaling::Row => write!(f, ", a tensor scale for each row")?,
+            TensorScaling::Amax(amax) => write!(f, ", tensor scale of amax {amax}")?,
+            TensorScaling::Multiplier(multiplier) => write!(f, ", tensor scale {multiplier}")?,
+        }
+        match self.rounding {
+            Rounding::Nearest => Ok(()),
+            Rounding::Stochastic { .. } => write!(f, ", rounded stochastically"),
         }
     }
 }

@@ -328,7 +328,7 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
         false => PIPELINE_STAGES * step_buffer,
     });
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(length as usize));
-    // One allocation for all stages: CubeCL never uses shared memory again.
+    // One allocation for all stages: CubeCL never reuses shared memory.
     let staged = comptime!((k_planes * plan.staged_sums()) as usize);
     let mut staged = Shared::<[f32]>::new_slice(staged);
     if comptime!(shares_all) {

@@ -1,5 +1,7 @@
 //! The problem of an operation: shape, axis, dtype and scheme.
 
+use std::fmt;
+
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
 
@@ -77,4 +79,21 @@ pub enum Operation {
     Dequantize,
     /// Sums of squared differences and of squares.
     SquaredError,
+}
+
+/// Writes its name.
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Amax => "amax",
+            Self::RowAmax => "row_amax",
+            Self::Quantize => "quantize",
+            Self::QuantizeByHessian => "quantize_by_hessian",
+            Self::Gptq => "quantize_gptq",
+            Self::FakeQuantize => "fake_quantize",
+            Self::Hadamard => "hadamard",
+            Self::Dequantize => "dequantize",
+            Self::SquaredError => "squared_error",
+        })
+    }
 }

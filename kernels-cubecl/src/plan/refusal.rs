@@ -12,7 +12,7 @@ pub enum Refusal {
     #[error(transparent)]
     Scheme(#[from] SearchError),
     /// No kernel of the operation runs this method.
-    #[error("there is no kernel for method `{found}` in {operation:?}")]
+    #[error("there is no kernel of `{operation}` for method `{found}`")]
     Method {
         /// The operation.
         operation: Operation,

@@ -182,7 +182,7 @@ fn a_model_of_an_unknown_architecture_is_quantized_by_names_with_a_warning() {
     assert_eq!(selection.decisions[1], Decision::Keep(Reason::Unlisted("llama")));
 }
 
-/// A tower of images is another modality only beside a model of text.
+/// In a model of text a tower of images is another modality.
 #[test]
 fn a_tower_that_is_saved_alone_is_quantized() {
     let name = "vision_model.encoder.layers.0.self_attn.q_proj.weight";

@@ -24,12 +24,12 @@ const CHARACTERS: usize = 100;
 
 /// The colours of the other pictures of this project: orange, and grey for a second format.
 const STYLE: &str = "
-text { font: 14px sans-serif; fill: #1c2024; } .title { font-size: 16px; font-weight: bold; }
+text { font: 14px system-ui, sans-serif; fill: #1f2328; } .title { font-size: 16px; font-weight: bold; }
 .paper { fill: #ffffff; } line { stroke: #d7dce1; }
-.bar0 { fill: #d6601e; } .bar1 { fill: #787878; }
+.bar0 { fill: #bc4c00; } .bar1 { fill: #8c959f; }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6e9ec; } .paper { fill: #14181c; } line { stroke: #333b43; }
-  .bar0 { fill: #ee8a4c; } .bar1 { fill: #9aa0a6; } }
+  text { fill: #e6edf3; } .paper { fill: #14181c; } line { stroke: #333b43; }
+  .bar0 { fill: #f0883e; } .bar1 { fill: #6e7681; } }
 ";
 
 /// Draws a panel of horizontal bars for every weight, format and block size: the error of the

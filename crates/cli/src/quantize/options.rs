@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use burn_fp4_checkpoints::selection::{DEFAULT, Matrices, Selection, dialect_of};
 use burn_fp4_checkpoints::{CheckpointError, Dtype, Model, dialect};
 use burn_fp4_policy::{
-    Decision, Policy, PolicyError, Preset, Recipe, RecipeError, RecipeFile, RecipeWeights,
+    Decision, Policy, PolicyError, Preset, Recipe, RecipeFile, RecipeWeights,
 };
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
@@ -222,12 +222,6 @@ pub(super) struct ResolvedOptions {
     pub(super) cast_kept: Option<Dtype>,
 }
 
-/// Returns true if a recipe file has a problem without the options, which may replace its choices.
-fn is_wrong_alone(file: &RecipeFile, problem: &RecipeError) -> bool {
-    let alone = file.recipe().and_then(Policy::new).err();
-    alone.is_some_and(|alone| alone.to_string() == problem.to_string())
-}
-
 impl ResolvedOptions {
     /// Decides everything that a recipe leaves open. `file` is where some of its choices are.
     pub(super) fn of(
@@ -278,9 +272,9 @@ impl ResolvedOptions {
                 None => error,
             });
         }
-        let policy = Policy::new(recipe).map_err(|problem| match file {
-            Some(file) if is_wrong_alone(file, &problem) => file.blame(problem),
-            _ => problem,
+        let policy = Policy::new(recipe.clone()).map_err(|problem| match file {
+            Some(file) => file.blame(problem, &recipe),
+            None => problem,
         });
         Ok(Self { policy: policy?, cast_kept: None })
     }
@@ -362,7 +356,7 @@ impl ResolvedOptions {
             let kinds = kinds.into_iter().collect::<Vec<_>>().join(", ");
             remarks.note(format!(
                 "{} quantized from {kinds}: the error of that format stays, and errors are \
-                 measured against its values; prefer a source in bf16 or f16",
+                 measured against its values; prefer the model in bf16 or f16, if there is one",
                 counted(lossy.len(), "weight"),
             ));
         }

@@ -9,10 +9,10 @@ use super::report::{CandidateSensitivity, GroupSensitivity, Sensitivity, row};
 /// Orange for the first candidate, grey for the second: they can be told apart in print.
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #ffffff; --line: #d7dce1;
-  --soft: #6b7681; --bar0: #d6601e; --bar1: #787878; --bar2: #2f6fb3; }
+  --soft: #6b7681; --bar0: #bc4c00; --bar1: #8c959f; --bar2: #2f6fb3; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e9ec; --paper: #14181c; --line: #333b43; --soft: #98a3ad;
-    --bar0: #ee8a4c; --bar1: #9aa0a6; --bar2: #6aa9e8; } }
+    --bar0: #f0883e; --bar1: #6e7681; --bar2: #6aa9e8; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; }

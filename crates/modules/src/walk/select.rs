@@ -202,7 +202,7 @@ fn nothing_selected(selection: &ModulePlan, config: &Fp4Config) -> Fp4Error {
 
 /// The paths of weights that would be selected if they were not quantized already.
 fn quantized_already(selection: &ModulePlan, config: &Fp4Config) -> Vec<String> {
-    // Of all parameters: patterns and ties are about dense ones too.
+    // Patterns and ties are about all parameters, also dense ones.
     let known: Vec<Parameter> = selection.parameters.iter().map(|(one, _)| one.clone()).collect();
     let fits: Vec<bool> = known.iter().map(|one| unfit(one, config).is_none()).collect();
     let all = Fp4Config { keep_first: 0, keep_last: 0, ..config.clone() };

@@ -12,13 +12,14 @@ use crate::weight::{Model, Quantization, Value, Weight};
 /// An open checkpoint.
 ///
 /// ```
-/// use burn_fp4_checkpoints::{Checkpoint, Dtype, Model, Tensor, Value, Weight, WriteOptions};
+/// use burn_fp4_checkpoints::{Checkpoint, KnownBy};
+/// # use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight, WriteOptions};
 /// # let folder = std::env::temp_dir().join(format!("burn-fp4-open-{}", std::process::id()));
 /// # let tensor = Tensor::new("norm.weight", Dtype::F32, vec![2], vec![0; 8])?;
 /// # let weights = vec![Weight::new("norm.weight", 0, Value::Plain(tensor))];
 /// # Model { weights, ..Model::default() }.write(&folder, "plain", &WriteOptions::default())?;
 /// let checkpoint = Checkpoint::open(&folder)?;
-/// assert_eq!(checkpoint.dialect(), "plain");
+/// assert_eq!((checkpoint.dialect(), checkpoint.known_by()), ("plain", KnownBy::Claim));
 /// assert_eq!(checkpoint.weights()?[0].name, "norm.weight");
 /// assert_eq!(checkpoint.model()?.files, ["model.safetensors"]);
 /// assert!(Checkpoint::open_as(&folder, "unheard-of").is_err());

@@ -332,6 +332,18 @@ pub fn planned_defects(outline: &Model<'_>, groups: &[Vec<usize>], dialect: &str
 
 /// Finds embeddings that are FP4 where readers of the dialect have FP4 for linear layers alone.
 /// `is_fp4` says of a weight, by its place, if it is FP4 in what they read.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight, packed_embedding};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, true);
+/// let weights = vec![Weight::new("embed_tokens.weight", 0, Value::Fp4(fp4))];
+/// let model = Model { weights, ..Model::default() };
+/// let found = packed_embedding(&model, "modelopt", |_| true).expect("an embedding");
+/// assert_eq!(found.weights, ["embed_tokens.weight"]);
+/// assert!(packed_embedding(&model, "gguf", |_| true).is_none(), "llama.cpp loads it");
+/// ```
 #[must_use]
 pub fn packed_embedding(
     model: &Model<'_>,

@@ -17,6 +17,7 @@ use crate::ggml::{self, Decode};
 /// use burn_fp4_checkpoints::{DataType, Dtype};
 ///
 /// assert_eq!(DataType::named("BF16"), Some(DataType::Plain(Dtype::BF16)));
+/// assert!(DataType::Plain(Dtype::F8_E4M3).is_fp8() && !DataType::Plain(Dtype::BF16).is_fp8());
 /// let mxfp4 = DataType::of_ggml(39).expect("records of 17 bytes for 32 numbers");
 /// assert_eq!((mxfp4.to_string(), mxfp4.ggml()), ("MXFP4".to_owned(), Some(39)));
 /// assert_eq!([mxfp4.bytes(&[2, 64]), mxfp4.bytes(&[2, 48])], [Some(68), None]);

@@ -628,6 +628,19 @@ impl CheckpointError {
     pub(crate) const WITHOUT: &str = "use a model without it";
 
     /// Describes the error as it is printed, with other words for choices of a user.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::{CheckpointError, ErrorWords};
+    ///
+    /// let error = CheckpointError::NoSpace { path: "out".into(), needed: 2048, free: 1024 };
+    /// let words = ErrorWords {
+    ///     keep: &|weight| format!("pass --keep '{weight}'"),
+    ///     only: "--only",
+    ///     bytes: &|bytes| format!("{} KiB", bytes / 1024),
+    /// };
+    /// let text = "out: 2 KiB are needed, but 1 KiB are free; free some, or write elsewhere";
+    /// assert_eq!(error.described(&words), text);
+    /// ```
     #[must_use]
     pub fn described(&self, words: &ErrorWords<'_>) -> String {
         match self {

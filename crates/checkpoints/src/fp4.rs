@@ -21,6 +21,7 @@ use crate::tensor::Tensor;
 ///
 /// let stated = TensorScale::Divisor(Numbers::new(&[4.0, 8.0]));
 /// assert_eq!(stated.multipliers().to_vec(), [0.25, 0.125]);
+/// assert_eq!(stated.divisors().to_vec(), [4.0, 8.0]);
 /// assert_eq!(stated.of_matrix(1).stated().to_vec(), [8.0]);
 /// ```
 #[derive(Debug, Clone, PartialEq)]
@@ -178,6 +179,9 @@ pub enum Order {
 /// let expert = Packed { format, block_size: 16, rows: 1, cols: 16, codes, scales, tensor_scale };
 /// let stack = Fp4Weight::stack("experts", &[expert.clone(), expert.clone()])?;
 /// assert_eq!((&stack.shape[..], stack.dequantize()), (&[2, 1, 16][..], vec![0.5; 32]));
+/// assert_eq!((stack.stacked(), stack.rows(), stack.cols()), (2, 1, 16));
+/// assert_eq!(stack.plain_codes()[..], [0x22; 16]);
+/// assert_eq!(stack.plain_scales()[..], [0x38; 2]);
 /// assert_eq!((stack.matrix(1).to_packed(), stack.facts().blocks), (vec![expert], 2));
 /// let experts = stack.split();
 /// let again = Fp4Weight::join("experts", &[("0", &experts[0]), ("1", &experts[1])])?;

@@ -28,7 +28,7 @@ const MX_BLOCK: usize = 32;
 /// let scales: Vec<u8> = [1.0_f32, 3.0].into_iter().flat_map(f32::to_le_bytes).collect();
 /// let scales = Tensor::new("up.weight_scale", Dtype::F32, vec![2, 1], scales)?;
 /// let weight = Fp8Weight::new(values, scales, [128, 128])?;
-/// assert_eq!(weight.granularity, Granularity::Row);
+/// assert_eq!((weight.granularity, weight.stacked()), (Granularity::Row, 1));
 /// assert_eq!(weight.to_f32()?, [1.0, 1.0, 3.0, 3.0]);
 /// assert_eq!(weight.decode(Dtype::BF16)?.to_f32()?, weight.to_f32()?);
 /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())

@@ -28,8 +28,11 @@ use crate::weight::{Model, Value, Weight};
 /// # std::fs::write(&path, file)?;
 /// let checkpoint = Checkpoint::open(&path)?;
 /// let reader = Reader::new(checkpoint.container());
-/// let weight = reader.weight(&checkpoint.weights()?[0])?;
-/// assert_eq!(weight.values()?, (vec![1], vec![2.0]));
+/// let weights = checkpoint.weights()?;
+/// for region in Reader::regions(&weights[0]) {
+///     reader.will_read(region); // the system may fetch it ahead
+/// }
+/// assert_eq!(reader.weight(&weights[0])?.values()?, (vec![1], vec![2.0]));
 /// # std::fs::remove_file(&path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

@@ -22,6 +22,9 @@ pub(crate) const TO_DECODE_TO: &str = "F32, BF16 or F16 to decode to";
 ///
 /// let tensor = Tensor::new("norm.weight", Dtype::BF16, vec![2], vec![0x80, 0x3F, 0, 0x40])?;
 /// assert_eq!((tensor.len(), tensor.to_f32()?), (2, vec![1.0, 2.0]));
+/// assert_eq!(tensor.part(1, 1).to_f32()?, [2.0]);
+/// assert_eq!(tensor.plain(), Some(Dtype::BF16));
+/// assert!(tensor.is(&[Dtype::F16, Dtype::BF16]) && !tensor.is_wide_matrix());
 /// assert!(Tensor::new("norm.weight", Dtype::BF16, vec![3], vec![0; 4]).is_err());
 /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
 /// ```
@@ -244,13 +247,16 @@ fn put<const N: usize>(values: &[f32], bytes: &mut Vec<u8>, number: impl Fn(f32)
 /// A tensor that a dialect writes.
 ///
 /// ```
-/// use burn_fp4_checkpoints::{Data, Dtype, NewTensor};
+/// use burn_fp4_checkpoints::{Data, Dtype, NewTensor, Tensor};
 ///
 /// let bytes = NewTensor::bytes("x", Dtype::U8, [2_usize], vec![1, 2]);
 /// assert!(matches!(bytes.data, Data::Bytes(_)));
 /// let made = NewTensor::made("x", bytes.dtype, [2_usize], || Ok(vec![1, 2].into()));
 /// let Data::Made(make) = &made.data else { panic!("nothing is made before it is written") };
 /// assert_eq!(make()?[..], [1, 2]);
+/// let tensor = Tensor::new("x", Dtype::U8, vec![2], vec![1, 2])?;
+/// let copy = NewTensor::copy("y", &tensor);
+/// assert_eq!((copy.name.as_str(), copy.dtype), ("y", bytes.dtype));
 /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
 /// ```
 #[derive(Debug)]

@@ -162,6 +162,15 @@ impl Weight<'_> {
 
     /// Returns true for the scale, or the offset, of a quantized cache of keys and values, which is
     /// part of no layer's weight: `self_attn.k_proj.k_scale` and its like.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::{Dtype, Tensor, Value, Weight};
+    ///
+    /// let name = "layers.0.self_attn.k_proj.k_scale";
+    /// let scale = Tensor::new(name, Dtype::F32, vec![1], vec![0; 4])?;
+    /// assert!(Weight::new(name, 0, Value::Plain(scale)).is_cache_scale());
+    /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+    /// ```
     #[must_use]
     pub fn is_cache_scale(&self) -> bool {
         let Value::Plain(tensor) = &self.value else { return false };

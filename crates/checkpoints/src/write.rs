@@ -125,6 +125,34 @@ impl<'a> Model<'a> {
     /// dialect would turn again, and those that they run as one with any of these. What the dialect
     /// has no place for becomes floats. [`Planned::kept`] lists them.
     ///
+    /// ```
+    /// use burn_fp4_checkpoints::{Checkpoint, Dtype, Reader, WriteOptions};
+    /// # use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight};
+    /// # use burn_fp4_formats::Fp4Format;
+    /// # let folder = format!("burn-fp4-keeping-{}", std::process::id());
+    /// # let folder = std::env::temp_dir().join(folder);
+    /// # let weights = ["down_proj.weight", "up_proj.weight"].map(|name| {
+    /// #     let mut fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, true);
+    /// #     (fp4.codes, fp4.scales) = (vec![0x22; 8].into(), vec![0x38].into());
+    /// #     Weight::new(name, 0, Value::Fp4(fp4))
+    /// # });
+    /// # let model = Model { weights: weights.into(), ..Model::default() };
+    /// # model.write(&folder, "modelopt", &WriteOptions::default())?;
+    ///
+    /// let checkpoint = Checkpoint::open(&folder)?; // down_proj.weight and up_proj.weight in NVFP4
+    /// let (model, reader) = (checkpoint.model()?, Reader::new(checkpoint.container()));
+    /// let options = WriteOptions { decode_fp4: Some(Dtype::BF16), ..WriteOptions::default() };
+    /// let planned = model.plan_reading("modelopt", &options, &reader)?;
+    /// assert_eq!([0, 1].map(|at| planned.decoded_to(at)), [Some(Dtype::BF16); 2]);
+    ///
+    /// let keep = ["up_proj".to_owned()];
+    /// let planned = model.plan_keeping("modelopt", &options, &reader, &keep)?;
+    /// assert_eq!([0, 1].map(|at| planned.decoded_to(at)), [Some(Dtype::BF16), None]);
+    /// assert_eq!(planned.kept()[0].weight, 1);
+    /// # std::fs::remove_dir_all(&folder).expect("removed");
+    /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+    /// ```
+    ///
     /// # Errors
     /// As there, and patterns that are none or match nothing.
     pub fn plan_keeping(

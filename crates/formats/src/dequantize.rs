@@ -7,6 +7,13 @@ use crate::packed::Packed;
 /// Computes the value of one element: `(element x block scale) x tensor scale` in f32.
 ///
 /// The first product is exact (at most 2 and 4 significant bits); the second rounds once.
+///
+/// ```
+/// use burn_fp4_formats::{Fp4Format, element_value};
+///
+/// // Element 0.5, block scale 2, tensor scale 3.
+/// assert_eq!(element_value(Fp4Format::NvFp4, 0x1, 0x40, 3.0), 3.0);
+/// ```
 #[must_use]
 pub fn element_value(format: Fp4Format, code: u8, block_scale: u8, tensor_scale: f32) -> f32 {
     (E2M1.decode(code) * format.row().block_scale.decode(block_scale)) * tensor_scale

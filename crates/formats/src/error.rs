@@ -38,7 +38,18 @@ impl FromStr for Fp4Format {
     }
 }
 
-/// Why a set of codes and scales is not a quantized matrix.
+/// Reports why a set of codes and scales is not a quantized matrix.
+///
+/// ```
+/// use burn_fp4_formats::{FormatError, Fp4Format, check_length};
+///
+/// Fp4Format::NvFp4.check_block_size(16)?;
+/// check_length("codes", 8, 8)?;
+/// let error = FormatError::Length { what: "codes", expected: 8, found: 7 };
+/// assert_eq!(error.to_string(), "codes: expected 8 values, found 7");
+/// assert_eq!(check_length("codes", 8, 7), Err(error));
+/// # Ok::<(), burn_fp4_formats::FormatError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FormatError {

@@ -10,6 +10,15 @@ use serde::{Deserialize, Serialize};
 use crate::minifloat::{E4M3, E8M0, Minifloat};
 
 /// A 4-bit block floating-point format: E2M1 elements, a scale for every block of them.
+///
+/// ```
+/// use burn_fp4_formats::{E4M3, E8M0, Fp4Format, ScaleGrid};
+///
+/// let nvfp4 = Fp4Format::NvFp4.row();
+/// assert_eq!((nvfp4.name, nvfp4.block_size, nvfp4.tensor_scale), ("nvfp4", 16, true));
+/// assert_eq!(nvfp4.scale_grid(), ScaleGrid::Float(E4M3));
+/// assert_eq!(Fp4Format::MxFp4.row().scale_grid(), ScaleGrid::PowersOfTwo(E8M0));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fp4Format {

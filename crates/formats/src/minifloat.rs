@@ -15,11 +15,15 @@ pub enum Nan {
 /// A code holds, from the top: a sign bit if `signed`, `exponent_bits`, `mantissa_bits`.
 ///
 /// ```
-/// use burn_fp4_formats::{E2M1, E4M3};
+/// use burn_fp4_formats::{E2M1, E4M3, E8M0, power_of_two};
 ///
 /// assert_eq!(E2M1.decode(0b1101), -3.0);
 /// assert_eq!(E2M1.encode(2.5), E2M1.encode(2.0), "a tie goes to the even code");
 /// assert_eq!(E4M3.max_value(), 448.0);
+/// assert_eq!((E4M3.max_code(), E4M3.nan_code(), E4M3.sign_bit()), (0x7E, 0x7F, 0x80));
+/// assert!(E4M3.is_nan(0xFF) && !E2M1.is_nan(0xF));
+/// assert_eq!(E8M0.decode(128), power_of_two(1));
+/// assert_eq!((E2M1.bits(), E8M0.bits()), (4, 8));
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Minifloat {

@@ -55,6 +55,7 @@ impl TensorScale {
 /// };
 /// packed.validate()?;
 /// assert_eq!(packed.dequantize()[..2], [3.0, 6.0]);
+/// assert_eq!((packed.blocks(), packed.bytes()), (1, 8 + 1 + 4));
 /// # Ok::<(), burn_fp4_formats::FormatError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -111,6 +112,15 @@ impl Packed {
 
 /// Checks the values of scales, for rows of `blocks` blocks. Valid scales can be dequantized, and
 /// values are finite unless a product overflows f32.
+///
+/// ```
+/// use burn_fp4_formats::{Fp4Format, check_scales};
+///
+/// check_scales(Fp4Format::NvFp4, 2, &[0x38, 0x40], &[0.5])?; // block scales 1 and 2
+/// assert!(check_scales(Fp4Format::NvFp4, 2, &[0x38, 0x7F], &[0.5]).is_err(), "0x7F is NaN");
+/// assert!(check_scales(Fp4Format::MxFp4, 2, &[127, 128], &[0.5]).is_err(), "no tensor scale");
+/// # Ok::<(), burn_fp4_formats::FormatError>(())
+/// ```
 ///
 /// # Errors
 /// [`FormatError::BlockScale`] for the first that is NaN or negative, [`FormatError::TensorScale`]

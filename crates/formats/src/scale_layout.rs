@@ -59,6 +59,8 @@ impl ScaleLayout {
     ///
     /// let tiled = ScaleLayout::Tiled128x4.arrange(&[1, 2, 3, 4], 2, 2)?; // 2 rows of 2 blocks
     /// assert_eq!((tiled[..2].to_vec(), tiled[16..18].to_vec()), (vec![1, 2], vec![3, 4]));
+    /// assert_eq!(ScaleLayout::Tiled128x4.offset(1, 0, 2), 16); // row 1, block 0
+    /// assert_eq!(tiled.len(), ScaleLayout::Tiled128x4.len(2, 2));
     /// assert_eq!(ScaleLayout::Tiled128x4.restore(&tiled, 2, 2)?, [1, 2, 3, 4]);
     /// # Ok::<(), burn_fp4_formats::FormatError>(())
     /// ```

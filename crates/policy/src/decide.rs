@@ -20,6 +20,19 @@ use crate::recipe::{Recipe, RecipeWeights};
 use crate::weight::{Constraints, Fused, WeightInfo};
 
 /// A recipe with its schemes: all that a user has to say about the weights of a model.
+///
+/// ```
+/// use burn_fp4_policy::search::Fp4Scheme;
+/// use burn_fp4_policy::{Policy, Preset, Recipe, WeightInfo};
+///
+/// let down = ("*.down_proj".to_owned(), Some(Fp4Scheme::mxfp4()));
+/// let policy = Policy::with_schemes(Recipe::default(), Fp4Scheme::nvfp4(), [down]);
+/// assert_eq!((policy.preset(), policy.schemes().count()), (Preset::AllLinear, 2));
+/// let weight = WeightInfo { name: "layers.0.down_proj", ..WeightInfo::default() };
+/// policy.check_used(&[weight])?;
+/// assert!(policy.check_used(&[]).is_err(), "`*.down_proj` matches no weight");
+/// # Ok::<(), burn_fp4_policy::PolicyError>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Policy {
     recipe: Recipe,

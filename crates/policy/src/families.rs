@@ -38,6 +38,13 @@ impl<'n> Family<'n> {
 }
 
 /// Returns the part of a module's name before `end`, if it ends so at a dot.
+///
+/// ```
+/// use burn_fp4_policy::stem;
+///
+/// assert_eq!(stem("layers.0.o_proj", "o_proj"), Some("layers.0."));
+/// assert_eq!(stem("layers.0.qo_proj", "o_proj"), None);
+/// ```
 #[must_use]
 pub fn stem<'m>(module: &'m str, end: &str) -> Option<&'m str> {
     module.strip_suffix(end).filter(|stem| stem.is_empty() || stem.ends_with('.'))
@@ -48,6 +55,18 @@ pub fn stem<'m>(module: &'m str, end: &str) -> Option<&'m str> {
 ///
 /// Names are the keys of files and of lists that a user has written ([`Family`]); statistics of
 /// inputs, by their identity, are those of layers that were seen to run.
+///
+/// ```
+/// use burn_fp4_policy::{Family, Reason, families, keep_together};
+///
+/// let (names, lists) = (["mlp.gate", "mlp.up", "mlp.down"], [["gate", "up"]]);
+/// let found = families(names.iter().map(|name| Family::of(name, &lists)));
+/// assert_eq!(found, [[0, 1]]);
+/// let mut reasons = [None, Some(Reason::NotAsked), None];
+/// keep_together(|at| names[at], &found, &mut reasons);
+/// assert_eq!(reasons[0], Some(Reason::With("mlp.up".to_owned())));
+/// assert_eq!(reasons[2], None);
+/// ```
 #[must_use]
 pub fn families<K: Eq + Hash>(keys: impl Iterator<Item = Option<K>>) -> Vec<Vec<usize>> {
     let mut numbers: HashMap<K, usize> = HashMap::new();

@@ -70,12 +70,13 @@ type Sets = Vec<BTreeSet<u64>>;
 /// combination of its numbers. The order is that of the first members.
 ///
 /// ```
-/// use burn_fp4_policy::fold::fold;
+/// use burn_fp4_policy::fold::{Folded, fold};
 ///
 /// let folded = fold([("layers.0.up", "nvfp4"), ("norm", "bf16"), ("layers.1.up", "nvfp4")]);
 /// assert_eq!((folded[0].name.as_str(), folded[1].name.as_str()), ("layers.{0..1}.up", "norm"));
 /// assert_eq!(folded[0].members, [0, 2]);
 /// assert_eq!(folded[0].shape(&[64, 32]), "2 x [64, 32]");
+/// assert_eq!(folded[1], Folded::alone("norm", 1));
 /// ```
 pub fn fold<'n, K: Ord>(names: impl IntoIterator<Item = (&'n str, K)>) -> Vec<Folded> {
     // By the texts around the numbers, and the key: numbers and the place of each name.

@@ -347,6 +347,18 @@ fn choice(rest: &str) -> Option<(String, &str)> {
 /// A list of patterns, ready to match the names of weights and of their modules.
 ///
 /// Exact names are looked up: a recipe of what was done to a model has one for every weight.
+///
+/// ```
+/// use burn_fp4_policy::Patterns;
+///
+/// let texts = ["lm_head".to_owned(), "*.o_proj".to_owned()];
+/// let patterns = Patterns::new(&texts)?;
+/// let weight = ["layers.0.o_proj.weight", "layers.0.o_proj"];
+/// assert_eq!(patterns.first(weight), Some("*.o_proj"));
+/// let unused = patterns.check_used("`keep`", [weight].into_iter()).expect_err("no `lm_head`");
+/// assert!(unused.to_string().starts_with("`keep` pattern `lm_head` matches none of 1 tensor"));
+/// # Ok::<(), burn_fp4_policy::PolicyError>(())
+/// ```
 #[derive(Debug)]
 pub struct Patterns<'t> {
     texts: Vec<&'t str>,

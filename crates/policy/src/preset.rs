@@ -11,6 +11,13 @@ use crate::reason::Reason;
 use crate::weight::{Role, WeightInfo};
 
 /// Which weights are quantized, by their names.
+///
+/// ```
+/// use burn_fp4_policy::Preset;
+///
+/// assert_eq!(Preset::default().row().name, "all-linear");
+/// assert_eq!("mlp-only".parse(), Ok(Preset::MlpOnly));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", try_from = "String")]
 pub enum Preset {

@@ -1,6 +1,16 @@
 //! Reasons for which a weight is kept.
 
 /// A reason for which a weight is kept.
+///
+/// ```
+/// use burn_fp4_policy::Reason;
+///
+/// let columns = Reason::Columns { cols: 24, of: 16 };
+/// assert_eq!(columns.to_string(), "24 columns are not a multiple of 16");
+/// assert!(columns.is_unmet() && !Reason::NoMatrix.is_unmet());
+/// assert!(columns.place() < Reason::NoMatrix.place(), "it is closer to being quantized");
+/// assert!(Reason::Layer(0).is_like(&Reason::Layer(1)) && !columns.is_like(&Reason::NoMatrix));
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
     /// Not a matrix or a stack of matrices.

@@ -18,8 +18,10 @@ use crate::recipe::{Recipe, RecipeWeights};
 /// use burn_fp4_policy::{Policy, RecipeFile};
 ///
 /// # let path = std::env::temp_dir().join(format!("burn-fp4-recipe-{}.toml", std::process::id()));
-/// # std::fs::write(&path, "format = \"mxfp4\"\nrule = \"te\"\n").expect("written");
-/// let file = RecipeFile::read(&path)?; // format = "mxfp4", and below it rule = "te"
+/// # let text = "format = \"mxfp4\"\nrule = \"te\"\nkeep = [\"lm_head\"]\n";
+/// # std::fs::write(&path, text).expect("written");
+/// let file = RecipeFile::read(&path)?; // lines: format = "mxfp4", rule = "te", keep = ["lm_head"]
+/// assert_eq!((file.line_of_key("rule"), file.line_of_pattern("lm_head")), (Some(2), Some(3)));
 /// let recipe = file.recipe()?;
 /// let problem = Policy::new(recipe.clone()).expect_err("a rule of nvfp4");
 /// let text = file.blame(problem, &recipe).to_string();

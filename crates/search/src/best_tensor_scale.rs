@@ -20,6 +20,14 @@ const TENSOR_SCALES: usize = 16;
 
 /// Yields the amaxes to try for a tensor with this amax, itself first. Candidates that overflow are
 /// left out.
+///
+/// ```
+/// use burn_fp4_search::tensor_scale_candidates;
+///
+/// let candidates: Vec<f32> = tensor_scale_candidates(3.0).collect();
+/// assert_eq!((candidates.len(), candidates[0]), (16, 3.0));
+/// assert!(candidates.is_sorted() && candidates[15] < 6.0);
+/// ```
 pub fn tensor_scale_candidates(amax: f32) -> impl Iterator<Item = f32> {
     // Roots and products are the same on every machine, which `exp2` is not.
     let ratio = (0..TENSOR_SCALES.ilog2()).fold(2.0f64, |root, _| root.sqrt());

@@ -19,6 +19,9 @@ use crate::matrix::{Matrix, add_product};
 /// gram.merge(&Gram::of(&[3.0, 0.0], 2)?)?; // of another batch
 /// assert_eq!((gram.rows(), gram.amax(), gram.get(0, 1)), (2, 3.0, Some(2.0)));
 /// assert!(gram.diagonal().eq([10.0, 4.0]));
+/// assert_eq!((gram.channels(), gram.tokens()), (2, 2)); // neither activation is all zero
+/// assert!(gram.is_whole() && gram.has_blocks(1));
+/// assert_eq!(gram.blocks(2)?.values(), [10.0, 2.0, 2.0, 4.0]);
 /// // Weights [1, 1] make 3 of both activations.
 /// assert_eq!(gram.squared_outputs(&[1.0, 1.0])?, 9.0 + 9.0);
 ///
@@ -74,6 +77,19 @@ impl Gram {
     /// Takes blocks `[channels / block_size, block_size, block_size]` that were summed elsewhere
     /// over `rows` activations with the largest magnitude `amax`. One block of all channels is the
     /// whole matrix. All activations count as [`tokens`](Self::tokens).
+    ///
+    /// ```
+    /// use burn_fp4_search::Gram;
+    ///
+    /// let gram = Gram::from_values(&[10.0, 2.0, 2.0, 4.0], 2, 2, 2, 3.0)?;
+    /// assert_eq!(gram, Gram::of(&[1.0, 2.0, 3.0, 0.0], 2)?);
+    /// // The same from its own values, with and without a copy.
+    /// let copied = Gram::from_tiles(&[gram.values()], gram.layout(), 2, 2, 3.0)?;
+    /// let moved = Gram::from_own_tiles(gram.values().to_vec(), 2, 2, 2, 3.0)?;
+    /// assert!(copied == gram && moved == gram);
+    /// assert_eq!(gram.with_tokens(1)?.tokens(), 1); // if one of the two was all zero
+    /// # Ok::<(), burn_fp4_search::SearchError>(())
+    /// ```
     ///
     /// # Errors
     /// [`SearchError::Format`] for a wrong length or blocks that do not divide the channels,

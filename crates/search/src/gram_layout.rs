@@ -6,6 +6,19 @@ use std::ops::Range;
 /// column of tiles after the other, each from the first row to the diagonal, so that a column is
 /// itself a matrix `[rows, side]`. A block-diagonal matrix has the tiles along the diagonal.
 /// Channels beyond the last are 0.
+///
+/// ```
+/// use burn_fp4_search::GramLayout;
+///
+/// let whole = GramLayout::of_device(300, 300);
+/// assert_eq!((whole.side(), whole.count(), whole.tile_len()), (128, 6, 128 * 128));
+/// // Tile 2 is the second of column 1; tiles 3 and 4 are the first two of column 2.
+/// assert_eq!(whole.columns(2..5), [(1, 1..2), (2, 0..2)]);
+///
+/// let blocks = GramLayout::compact(64, 16); // a tile for every block of 16 channels
+/// assert!(blocks.is_diagonal());
+/// assert_eq!((blocks.channels(), blocks.side(), blocks.count()), (64, 16, 4));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GramLayout {
     channels: usize,

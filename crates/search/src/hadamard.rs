@@ -21,6 +21,7 @@ use crate::rounding::Draw;
 /// let (mut spread, mut back) = ([0.0; 16], [0.0; 16]);
 /// hadamard(&outlier, view, transform, false, &mut spread)?;
 /// assert!(spread.iter().all(|value| value.abs() == 2.0));
+/// assert!((0..16).all(|j| spread[j] == 8.0 * transform.factor(3, j)));
 /// hadamard(&spread, view, transform, true, &mut back)?;
 /// assert_eq!(back, outlier);
 /// # Ok::<(), burn_fp4_search::SearchError>(())

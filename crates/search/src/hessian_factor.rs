@@ -136,6 +136,27 @@ impl DampedHessian {
 
 /// Holds the damped Hessian H = `X^T X`, its channels in the order in which [`Gptq`] rounds them,
 /// and the Cholesky factor of its inverse. Made by [`Gptq::hessian_factor`].
+///
+/// ```
+/// use burn_fp4_search::{Fp4Scheme, Gptq, Gram, Method};
+///
+/// // The second block of channels has the larger activations.
+/// let mut squares = vec![0.0; 32 * 32];
+/// (0..16).for_each(|channel| squares[channel * 33] = 2.0);
+/// (16..32).for_each(|channel| squares[channel * 33] = 14.0);
+/// let gram = Gram::from_values(&squares, 32, 32, 64, 1.0)?;
+///
+/// let options = Gptq { damping: 0.25, ..Gptq::DEFAULT };
+/// let factor = options.hessian_factor(&gram, 16)?;
+/// assert_eq!((factor.hessian()[0], factor.factor()[0]), (16.0, 0.25)); // H and sqrt(H^-1)
+///
+/// let damped = factor.damped();
+/// assert_eq!(*damped, options.damped_hessian(&gram, 16)?);
+/// assert_eq!((damped.order()[0], damped.added()), (16, 2.0)); // 0.25 times the mean, 8
+/// assert_eq!((damped.blocks().values()[0], damped.inverses()[0]), (16.0, 1.0 / 16.0));
+/// assert_eq!(damped.scheme(&Fp4Scheme::nvfp4())?.method, Method::CoordinateDescent);
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
 #[derive(Clone, PartialEq)]
 pub struct HessianFactor {
     damped: DampedHessian,

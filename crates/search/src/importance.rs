@@ -12,6 +12,15 @@ use crate::scheme::Fp4Scheme;
 ///
 /// The rows of a weight `[out, in]` multiply activations `[.., in]`, so the error of an output is a
 /// sum over the errors of a row, weighted by the activations.
+///
+/// ```
+/// use burn_fp4_search::{Fp4Scheme, Importance, Method, Sse};
+///
+/// let scheme = Fp4Scheme::nvfp4().with_method(Method::Sse(Sse::Weighted));
+/// Importance::Channels(&[1.0; 32]).check(&scheme, 32)?;
+/// assert!(Importance::Uniform.check(&scheme, 32).is_err(), "the method takes weights");
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
 #[derive(Debug, Clone, Copy, Default)]
 pub enum Importance<'a> {
     /// The square of an error.
@@ -114,6 +123,16 @@ impl<'a> BlockImportance<'a> {
 
 /// Holds a symmetric positive semidefinite matrix for every block of a row: `X^T X` of the
 /// activations that the block is multiplied by.
+///
+/// ```
+/// use burn_fp4_search::BlockHessians;
+///
+/// let hessians = BlockHessians::new(vec![4.0, 0.0, 0.0, 9.0], 2)?;
+/// assert_eq!((hessians.len(), hessians.block_size()), (1, 2));
+/// let bound = hessians.bounds()[0]; // sqrt(4), rounded down
+/// assert!(bound > 1.99 && bound <= 2.0);
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockHessians {
     block_size: usize,

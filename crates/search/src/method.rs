@@ -17,13 +17,17 @@ use crate::gptq::Gptq;
 /// other options than a name stands for, a file has a table: `{ gptq = { damping = 0.1 } }`.
 ///
 /// ```
-/// use burn_fp4_search::{Gptq, Method, Sse};
+/// use burn_fp4_search::{Gptq, Method, Needs, Sse};
 ///
 /// assert_eq!("sse-weighted".parse(), Ok(Method::Sse(Sse::Weighted)));
 /// let method = Method::Gptq(Gptq { damping: 0.1, ..Gptq::DEFAULT });
 /// assert_eq!(method.to_string(), "gptq (damping 0.1)");
 /// assert_eq!(Method::default(), Method::SSE);
 /// assert!(method.needs_inputs() && !Method::SSE.needs_inputs());
+/// assert_eq!((method.row().name, method.needs()), ("gptq", Needs::Gram));
+/// assert_eq!(method.gptq().map(|options| options.damping), Some(0.1));
+/// assert!(method.sums_matrices()); // so bits may differ between engines
+/// assert!(Method::Hessian.needs_hessians() && Method::SSE.is_blockwise());
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(into = "Written")]
@@ -79,6 +83,12 @@ pub enum Admm {
 }
 
 /// Sets the largest block scale, to which the amax of the tensor maps.
+///
+/// ```
+/// use burn_fp4_search::E4m3Range;
+///
+/// assert_eq!((E4m3Range::E448.value(), E4m3Range::E256.value()), (448.0, 256.0));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum E4m3Range {
     /// The largest block scale: 448 for E4M3. A block holding the amax cannot choose element 4.

@@ -47,6 +47,19 @@ impl Metrics {
     /// Computes `|X (Wq - W)^T| / |X W^T|` in percent for activations `X [rows, cols]`. One product
     /// of the difference, so that nothing cancels; its squares are summed in f64.
     ///
+    /// ```
+    /// use burn_fp4_search::{Fp4Scheme, Metrics, quantize};
+    ///
+    /// let weight: Vec<f32> = (0..16).map(|at| (at as f32).sin()).collect();
+    /// let packed = quantize(&weight, 1, 16, &Fp4Scheme::nvfp4())?;
+    /// // Each channel alone: the outputs are the elements of the weight.
+    /// let mut channels = [0.0; 16 * 16];
+    /// (0..16).for_each(|channel| channels[channel * 17] = 1.0);
+    /// let error = Metrics::output_error_percent(&weight, &packed, &channels)?;
+    /// assert!((error - Metrics::of(&weight, &packed)?.weight_error_percent).abs() < 1e-6);
+    /// # Ok::<(), burn_fp4_search::SearchError>(())
+    /// ```
+    ///
     /// # Errors
     /// [`SearchError::Format`] if a length does not fit, [`SearchError::Activation`] naming the
     /// first value that is not finite.

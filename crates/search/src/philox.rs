@@ -12,6 +12,13 @@ pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 pub const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
 /// Returns four random words for a counter.
+///
+/// ```
+/// use burn_fp4_search::philox::philox;
+///
+/// let known = [0x6627_E8D5, 0xE169_C58D, 0xBC57_AC4C, 0x9B00_DBD8];
+/// assert_eq!(philox([0; 4], [0; 2]), known);
+/// ```
 #[inline(always)]
 #[must_use]
 pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {

@@ -66,6 +66,19 @@ impl Method {
     /// Quantizes a tensor of any float type along any axis. This method replaces that of
     /// the scheme.
     ///
+    /// ```
+    /// use burn_fp4_search::formats::{Fp4Format, bf16};
+    /// use burn_fp4_search::host::View;
+    /// use burn_fp4_search::{Method, Statistics};
+    ///
+    /// let weight: Vec<bf16> = (0..32 * 4).map(|at| bf16::from_f32(at as f32)).collect();
+    /// let view = View::along(&[32, 4], 0); // blocks along the first axis
+    /// let scheme = Method::SSE.scheme(Fp4Format::NvFp4, 16);
+    /// let packed = Method::SSE.quantize_view(&weight, view, &scheme, Statistics::None)?;
+    /// assert_eq!((packed.rows, packed.cols), (4, 32));
+    /// # Ok::<(), burn_fp4_search::SearchError>(())
+    /// ```
+    ///
     /// # Errors
     /// As [`quantize`](Self::quantize); [`SearchError::Importance`] for second moments if the
     /// method takes Gram matrices.

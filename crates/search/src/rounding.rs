@@ -21,6 +21,18 @@ pub enum Rounding {
 ///
 /// An element's 16 bits come from [`philox`] keyed by `seed`, with the counter `(index / 8, 0,
 /// step)`, where `index` counts the elements of the packed matrix.
+///
+/// ```
+/// use burn_fp4_search::Draw;
+/// use burn_fp4_search::philox::philox;
+///
+/// let draw = Draw { seed: 7, step: 3 };
+/// assert_eq!((draw.key(), draw.counter()), ([7, 0], [3, 0]));
+/// let words = philox([1, 0, 3, 0], draw.key()); // of elements 8 to 15
+/// assert_eq!(draw.group(1)[..2], [words[0] as u16, (words[0] >> 16) as u16]);
+/// let gradients = draw.stream(1); // for another tensor of the same step
+/// assert!(gradients.seed != draw.seed && gradients.step == draw.step);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Draw {
     /// Seed of the sequence.
@@ -65,6 +77,15 @@ impl Draw {
 
 /// Rounds an element to an E2M1 code: up in magnitude if `(bits + 1/2) / 2^16` is less than its
 /// distance from the code below, as a fraction of the step to the code above. A NaN gives 0.
+///
+/// ```
+/// use burn_fp4_search::formats::E2M1;
+/// use burn_fp4_search::stochastic_code;
+///
+/// // 2.5 lies halfway from 2 to 3, so half of all bits round it up.
+/// assert_eq!(E2M1.decode(stochastic_code(2.5, 0x7FFF)), 3.0);
+/// assert_eq!(E2M1.decode(stochastic_code(2.5, 0x8000)), 2.0);
+/// ```
 #[must_use]
 pub fn stochastic_code(element: f32, bits: u16) -> u8 {
     if element.is_nan() {

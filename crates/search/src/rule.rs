@@ -14,6 +14,20 @@ use crate::scale_grid::{PowerRounding, SIXTH, power_of_two};
 use crate::tensor_scale::TensorFactor;
 
 /// Turns the amax of a block into its scale. A rule belongs to one format.
+///
+/// ```
+/// use burn_fp4_search::formats::{E2M1, Fp4Format};
+/// use burn_fp4_search::{ScaleRule, TensorFactor};
+///
+/// let rule = ScaleRule::of_format(Fp4Format::MxFp4);
+/// assert_eq!(rule.row().name, "floor");
+/// // An amax of 12 has the scale 2^(3 - 2), which is code 128.
+/// let scale = rule.block_scale(12.0, TensorFactor::ONE);
+/// let multiplier = rule.multiplier(scale, TensorFactor::ONE);
+/// assert_eq!((scale, multiplier), (128, 0.5));
+/// assert_eq!(E2M1.decode(rule.code(12.0, scale, multiplier)), 6.0);
+/// assert!(ScaleRule::NoTensorScale.row().normalization.divides());
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ScaleRule {

@@ -40,12 +40,19 @@ pub enum NonFinite {
 /// Sets how a tensor is quantized. The default is NVFP4 with the bits of TransformerEngine.
 ///
 /// ```
-/// use burn_fp4_search::{Blocks, Fp4Scheme, ScaleRule};
+/// use burn_fp4_search::{Blocks, Fp4Scheme, ScaleRule, TensorScaling};
 ///
 /// let weights = Fp4Scheme::nvfp4();
 /// let mxfp4 = Fp4Scheme::mxfp4().with_rule(ScaleRule::Even).with_block_size(16);
 /// let tiles = Fp4Scheme::nvfp4().with_blocks(Blocks::Tile16x16);
 /// assert!(weights.validate().and(mxfp4.validate()).and(tiles.validate()).is_ok());
+/// assert!(weights.check_columns(64).is_ok() && weights.check_columns(65).is_err());
+///
+/// assert_eq!((weights.tile_rows(), tiles.tile_rows()), (1, 16));
+/// assert_eq!((weights.largest_code_product(), mxfp4.largest_code_product()), (2688.0, 1.0));
+/// assert!(weights.check_tensor_scale().is_ok() && mxfp4.check_tensor_scale().is_err());
+/// let tokens = weights.with_tensor_scale(TensorScaling::Row);
+/// assert_eq!((weights.tensor_scales(8), tokens.tensor_scales(8)), (1, 8));
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]

@@ -134,10 +134,12 @@ impl Model<'_> {
     /// The `model_type` of the architecture that the config names, if its layers are known.
     ///
     /// ```
-    /// use burn_fp4_checkpoints::Model;
+    /// use burn_fp4_checkpoints::{Model, TransformersLoad};
     ///
     /// let config = Some(serde_json::json!({"architectures": ["LlamaForCausalLM"]}));
-    /// assert_eq!(Model { config, ..Model::default() }.architecture(), Some("llama"));
+    /// let model = Model { config, ..Model::default() };
+    /// assert_eq!(model.architecture(), Some("llama"));
+    /// assert_eq!(model.transformers_load(), Some(TransformersLoad::Packed));
     /// assert_eq!(Model::default().architecture(), None);
     /// ```
     #[must_use]

@@ -67,6 +67,35 @@ pub(crate) struct File {
 /// # std::fs::remove_file(&path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// Opening a folder also finds its configs and other files:
+///
+/// ```
+/// use burn_fp4_checkpoints::{CONFIG, Container};
+///
+/// # let folder = format!("burn-fp4-container-folder-{}", std::process::id());
+/// # let folder = std::env::temp_dir().join(folder);
+/// # std::fs::create_dir_all(&folder)?;
+/// let header = br#"{"__metadata__":{"format":"pt"}}"#;
+/// let file = [&(header.len() as u64).to_le_bytes()[..], &header[..]].concat();
+/// std::fs::write(folder.join("model.safetensors"), &file)?;
+/// std::fs::write(folder.join(CONFIG), r#"{"model_type": "llama"}"#)?;
+/// std::fs::write(folder.join("tokenizer.json"), "{}")?;
+/// std::fs::write(folder.join("model.gguf"), "")?;
+/// let container = Container::open(&folder)?;
+/// assert_eq!(container.root(), folder);
+/// assert_eq!(container.file_names(), ["model.safetensors"]);
+/// assert!(container.files().all(|(_, bytes)| bytes == file.len() as u64));
+/// assert_eq!(container.metadata_text("format"), Some("pt"));
+/// assert_eq!(container.config().expect("a config")["model_type"], "llama");
+/// assert_eq!(container.configs().collect::<Vec<_>>(), [folder.join(CONFIG)]);
+/// assert_eq!(container.sidecars(), [folder.join("tokenizer.json")]);
+/// assert_eq!(container.left_out(), [folder.join("model.gguf")]);
+/// assert!(container.quant_config().is_none(), "ModelOpt did not write it");
+/// assert!(container.shard().is_none(), "it is a whole model");
+/// # std::fs::remove_dir_all(&folder)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Container {
     root: PathBuf,

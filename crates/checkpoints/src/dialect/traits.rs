@@ -10,6 +10,24 @@ use crate::tensor::NewTensor;
 use crate::weight::{Model, Quantization, Weight};
 
 /// A layout of FP4 checkpoints, as a producer has it.
+///
+/// ```
+/// use burn_fp4_checkpoints::dialect::named;
+/// use burn_fp4_checkpoints::{CONFIG, Container};
+///
+/// # let path = format!("burn-fp4-dialect-{}.safetensors", std::process::id());
+/// # let path = std::env::temp_dir().join(path);
+/// let header = br#"{"__metadata__":{"tensor_names":"[]"}}"#;
+/// let file = [&(header.len() as u64).to_le_bytes()[..], &header[..]].concat();
+/// std::fs::write(&path, file)?;
+/// let (container, torchao) = (Container::open(&path)?, named("torchao")?);
+/// assert_eq!(torchao.evidence(&container), Some("tensor_names of the metadata"));
+/// assert_eq!(torchao.patterns_file(&container), Some(CONFIG));
+/// assert!(torchao.names_itself() && !named("modelopt")?.names_itself());
+/// assert_eq!(named("miles")?.configs_of(), "modelopt");
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait Dialect: Sync {
     /// Its name in errors and on command lines.
     fn name(&self) -> &'static str;
@@ -48,6 +66,25 @@ pub trait Dialect: Sync {
 }
 
 /// The writer of a dialect.
+///
+/// ```
+/// use burn_fp4_checkpoints::dialect::{Stated, writer};
+/// use burn_fp4_checkpoints::{Fp4Weight, Value, Weight};
+/// use burn_fp4_formats::Fp4Format;
+///
+/// let [(_, modelopt), (_, gguf)] = [writer("modelopt")?, writer("gguf")?];
+/// let mut readers = gguf.readers(Fp4Format::NvFp4).iter();
+/// assert!(readers.any(|reader| reader.program.row().name == "llama.cpp"));
+/// let columns = [modelopt, gguf].map(|writer| writer.columns(Fp4Format::NvFp4, 16));
+/// assert_eq!(columns, [16, 64], "a record of ggml has four blocks");
+/// assert_eq!(modelopt.holds().tensor_scale, Stated::Multiplier);
+/// let fp4 = Fp4Weight::outline(Fp4Format::MxFp4, 32, vec![1, 32], false, false);
+/// let mxfp4 = Weight::new("up.weight", 0, Value::Fp4(fp4));
+/// assert_eq!(modelopt.holds_of(&mxfp4).tensor_scale, Stated::Folded, "MXFP4 has none");
+/// assert!(modelopt.quantizes_input(&mxfp4), "its readers round inputs to FP8");
+/// assert!(!modelopt.turns() && writer("compressed-tensors")?.1.turns());
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 pub trait Write: Sync {
     /// The tensors of a weight, in the order of the index.
     ///
@@ -92,6 +129,23 @@ pub trait Write: Sync {
     }
 
     /// The files and metadata around the tensors.
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::dialect::{Frame, writer};
+    /// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight};
+    /// use burn_fp4_formats::Fp4Format;
+    ///
+    /// let fp4 = Fp4Weight::outline(Fp4Format::NvFp4, 16, vec![1, 16], false, true);
+    /// let weights = vec![Weight::new("up.weight", 0, Value::Fp4(fp4))];
+    /// let model = Model { weights, ..Model::default() };
+    /// let (_, modelopt) = writer("modelopt")?;
+    /// let Frame::Folder { configs, .. } = modelopt.frame(&model)? else { panic!("a folder") };
+    /// assert_eq!([configs[0].0, configs[1].0], ["config.json", "hf_quant_config.json"]);
+    /// let shards = vec![("up.weight".to_owned(), "model-00001-of-00002.safetensors".to_owned())];
+    /// let index = modelopt.index(shards, 8);
+    /// assert_eq!(index["weight_map"]["up.weight"], "model-00001-of-00002.safetensors");
+    /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+    /// ```
     ///
     /// # Errors
     /// [`CheckpointError::CannotHold`] if the dialect has no words for it, or a pattern that

@@ -33,7 +33,7 @@ const SHOWN: usize = 5;
 /// The decision about every weight of a model.
 ///
 /// ```
-/// use burn_fp4_checkpoints::selection::Selection;
+/// use burn_fp4_checkpoints::selection::{Selection, dialect_of};
 /// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight};
 /// use burn_fp4_policy::{Policy, Recipe};
 ///
@@ -44,8 +44,11 @@ const SHOWN: usize = 5;
 /// let model = Model { weights: weights.into(), ..Model::default() };
 /// let recipe = Recipe { dialect: Some("modelopt".to_owned()), ..Recipe::default() };
 /// let policy = Policy::new(recipe).expect("choices that go together");
-/// let selection = Selection::of(&model, &policy)?;
-/// assert_eq!(selection.groups, [[1]]);
+/// assert_eq!(dialect_of(&policy), "modelopt");
+/// let mut selection = Selection::of(&model, &policy)?;
+/// selection.check_not_empty(&model)?;
+/// selection.keep_unheld(&model)?; // ModelOpt has a place for all of them
+/// assert_eq!((&selection.groups[..], selection.has_tensor_scales()), (&[vec![1]][..], true));
 /// assert_eq!(selection.outline(&model).weights[1].kind(), "nvfp4 16");
 /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
 /// ```

@@ -325,9 +325,11 @@ impl Output<'_> {
     /// let mut output = planned.create(&path, "an example", Start::First)?;
     /// output.write_noting(0, &model.weights[0], "0.5 %")?;
     /// output.keep();
+    /// assert!(output.stays().is_some());
     /// drop(output);
     /// let mut output = planned.create(&path, "an example", Start::Resume)?;
     /// let noted = output.earlier().next() == Some((0, "0.5 %"));
+    /// assert_eq!(output.restarts(), !noted);
     /// if !noted {
     ///     output.write_noting(0, &model.weights[0], "0.5 %")?;
     /// }
@@ -370,6 +372,37 @@ impl Output<'_> {
     }
 
     /// Copies a weight of the model, by small pieces that are read from its files.
+    ///
+    /// A caller that reads the pieces itself passes them to [`put`](Self::put):
+    ///
+    /// ```
+    /// use burn_fp4_checkpoints::{Checkpoint, Reader, Start, WriteOptions};
+    /// # use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight};
+    /// # let folder = std::env::temp_dir().join(format!("burn-fp4-copy-{}", std::process::id()));
+    /// # let weights = ["a.weight", "b.weight", "c.weight"].map(|name| {
+    /// #     let tensor = Tensor::new(name, Dtype::F32, vec![2], vec![0; 8]).expect("8 bytes");
+    /// #     Weight::new(name, 0, Value::Plain(tensor))
+    /// # });
+    /// # let model = Model { weights: weights.into(), ..Model::default() };
+    /// # model.write(&folder, "plain", &WriteOptions::default())?;
+    ///
+    /// let checkpoint = Checkpoint::open(&folder)?; // three weights of floats
+    /// let (model, reader) = (checkpoint.model()?, Reader::new(checkpoint.container()));
+    /// let planned = model.plan("gguf", &WriteOptions::default())?;
+    /// let path = folder.join("copy.gguf");
+    /// let mut output = planned.create(&path, "an example", Start::Over)?;
+    /// output.copy(0, &reader)?;
+    /// for piece in planned.pieces(1)? {
+    ///     output.put(&piece, &piece.read(&reader)?)?;
+    /// }
+    /// for piece in planned.pieces(2)? {
+    ///     output.put_noting(&piece, &piece.read(&reader)?, "a note")?;
+    /// }
+    /// output.finish()?;
+    /// assert_eq!(Checkpoint::open(&path)?.weights()?.len(), 3);
+    /// # std::fs::remove_dir_all(&folder).expect("removed");
+    /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Planned::pieces`], [`Piece::read`] and [`put`](Self::put).

@@ -13,6 +13,23 @@ use crate::tensor::{Data, NewTensor};
 use crate::weight::Model;
 
 /// A write of which everything is known but the numbers: nothing is on the disk yet.
+///
+/// ```
+/// use burn_fp4_checkpoints::{Dtype, Model, Tensor, Value, Weight, WriteOptions};
+///
+/// let weights = [("norm.weight", vec![2]), ("up.weight", vec![1, 2])].map(|(name, shape)| {
+///     let tensor = Tensor::new(name, Dtype::F32, shape, vec![0; 8]).expect("8 bytes");
+///     Weight::new(name, 0, Value::Plain(tensor))
+/// });
+/// let model = Model { weights: weights.into(), ..Model::default() };
+/// let options = WriteOptions { cast_floats: Some(Dtype::BF16), ..WriteOptions::default() };
+/// let planned = model.plan("plain", &options)?;
+/// assert!(planned.copies(0) && !planned.copies(1));
+/// assert_eq!([0, 1].map(|at| planned.decoded_to(at)), [None, Some(Dtype::BF16)]);
+/// assert_eq!(planned.pieces(0)?.len(), 1);
+/// assert!(planned.changed().is_empty(), "no weight is FP4");
+/// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
+/// ```
 pub struct Planned<'m> {
     pub(super) model: &'m Model<'m>,
     pub(super) target: Target,

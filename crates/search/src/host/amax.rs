@@ -34,6 +34,15 @@ pub fn tensor_amax<T: HostElement>(values: &[T]) -> f32 {
 }
 
 /// Returns the largest magnitude of each packed row, NaN if one of its values is.
+///
+/// ```
+/// use burn_fp4_search::host::{View, row_amax, tensor_amax};
+///
+/// let values = [1.0f32, -4.0, 3.0, 2.0];
+/// assert_eq!(tensor_amax(&values), 4.0);
+/// assert_eq!(row_amax(&values, View::rows(2, 2)), [4.0, 3.0]);
+/// assert_eq!(row_amax(&values, View::along(&[2, 2], 0)), [3.0, 4.0]); // of the columns
+/// ```
 #[must_use]
 pub fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
     if view.is_empty() {

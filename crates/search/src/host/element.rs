@@ -6,6 +6,13 @@ use half::slice::HalfFloatSliceExt;
 /// A float type that the host engine reads and writes.
 ///
 /// Arithmetic is f32 for all of them: reading is exact, writing rounds once to nearest even.
+///
+/// ```
+/// use burn_fp4_search::host::HostElement;
+///
+/// let largest = HostElement::magnitude(1.5f32).max(HostElement::magnitude(-2.5f32));
+/// assert_eq!(<f32 as HostElement>::from_bits(largest), 2.5);
+/// ```
 pub trait HostElement: Copy + Send + Sync + Default + 'static {
     /// Integer type of the bits.
     type Bits: Copy + Ord + Default + Send;

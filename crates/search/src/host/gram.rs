@@ -14,6 +14,19 @@ const TILE: usize = GramLayout::SIDE * GramLayout::SIDE;
 /// [layout of devices](GramLayout::of_device), from tile `first` on. Tiles below the diagonal are
 /// not computed, so that the work is half of that of a product.
 ///
+/// ```
+/// use burn_fp4_search::host::add_gram;
+/// use burn_fp4_search::{Gram, GramLayout};
+///
+/// let activations = [1.0, 2.0, 3.0, 0.0]; // two of two channels
+/// let layout = GramLayout::of_device(2, 2); // one tile
+/// let mut tile = vec![0.0; layout.tile_len()];
+/// add_gram(&mut tile, &activations, layout, 0);
+/// let gram = Gram::from_tiles(&[&tile[..]], layout, 2, 2, 3.0)?;
+/// assert_eq!(gram, Gram::of(&activations, 2)?);
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
+///
 /// # Panics
 /// If a slice does not hold a whole number of rows or tiles.
 pub fn add_gram(sums: &mut [f64], activations: &[f32], layout: GramLayout, first: usize) {

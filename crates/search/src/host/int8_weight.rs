@@ -23,6 +23,18 @@ const TASK_BYTES: usize = 1 << 15;
 const LINE_BLOCKS: usize = 16;
 
 /// Borrows a matrix of signed bytes, in row-major order.
+///
+/// ```
+/// use burn_fp4_search::host::{Int8Weight, int8_weight_matmul, quantize_int8};
+///
+/// let (codes, scales) = quantize_int8(&[254.0; 32])?;
+/// assert_eq!((codes[0], scales[0]), (127, 2.0));
+/// let weight = Int8Weight { codes: &codes, scales: &scales };
+/// let mut output = [0.0];
+/// int8_weight_matmul(&[0.5; 32], weight, [1, 32], &mut output)?;
+/// assert_eq!(output, [32.0 * 0.5 * 254.0]);
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub struct Int8Weight<'a> {
     /// A value is its code times its scale.

@@ -24,8 +24,8 @@ use crate::tensor_scale::TensorFactor;
 /// The result has the bits of [`quantize_with_amax`](crate::quantize_with_amax).
 ///
 /// ```
-/// use burn_fp4_search::Fp4Scheme;
-/// use burn_fp4_search::host::{View, amax, quantize};
+/// use burn_fp4_search::host::{View, amax, quantize, quantize_packed};
+/// use burn_fp4_search::{Fp4Scheme, Importance};
 ///
 /// let weight: Vec<f32> = (0..64).map(|at| at as f32).collect();
 /// let (view, scheme) = (View::rows(2, 32), Fp4Scheme::nvfp4());
@@ -33,6 +33,9 @@ use crate::tensor_scale::TensorFactor;
 /// let amax = amax(&weight, view, &scheme);
 /// quantize(&weight, view, &scheme, &amax, &mut codes, &mut scales)?;
 /// assert_eq!(scales[3], 0x7E, "the block of the largest magnitude has the largest scale, 448");
+/// // The same in memory of its own.
+/// let packed = quantize_packed(&weight, view, &scheme, &amax, Importance::Uniform)?;
+/// assert!(packed.codes == codes && packed.scales == scales);
 /// # Ok::<(), burn_fp4_search::SearchError>(())
 /// ```
 ///

@@ -4,6 +4,15 @@
 ///
 /// Quantization moves the axis last: row `o * inner + i` of the packed matrix holds the `axis`
 /// values of (o, _, i).
+///
+/// ```
+/// use burn_fp4_search::host::View;
+///
+/// let view = View::along(&[3, 32, 2], 1);
+/// assert_eq!(view, View { outer: 3, axis: 32, inner: 2 });
+/// assert_eq!((view.packed_rows(), view.len()), (6, 192));
+/// assert_eq!(View::along(&[4, 16], 1), View::rows(4, 16));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct View {
     /// Product of the dimensions before the axis.

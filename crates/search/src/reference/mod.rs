@@ -67,6 +67,14 @@ pub fn quantize(
 /// Quantizes a matrix as [`quantize`] does, with a given amax for the tensor scale: one, or one per
 /// row.
 ///
+/// ```
+/// use burn_fp4_search::{Fp4Scheme, quantize_with_amax};
+///
+/// let packed = quantize_with_amax(&[1.0; 16], 1, 16, &Fp4Scheme::nvfp4(), &[2688.0])?;
+/// assert_eq!(packed.tensor_scale.of_row(0), 1.0, "amax / 2688");
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
+///
 /// # Errors
 /// As [`quantize`], and if the number of amaxes is neither.
 pub fn quantize_with_amax(

@@ -19,6 +19,17 @@ const ROWS: usize = 4;
 
 /// Computes `input x weight` for `k` values and a row-major weight `[k, n]`.
 ///
+/// ```
+/// use burn_fp4_search::host::{gemv, gemv_rows};
+///
+/// let (input, mut output) = ([1.0, 2.0], [0.0; 3]);
+/// gemv(&input, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &mut output)?;
+/// assert_eq!(output, [9.0, 12.0, 15.0]);
+/// gemv_rows(&input, &[1.0, 4.0, 2.0, 5.0, 3.0, 6.0], &mut output)?; // its transpose
+/// assert_eq!(output, [9.0, 12.0, 15.0]);
+/// # Ok::<(), burn_fp4_search::SearchError>(())
+/// ```
+///
 /// # Errors
 /// A slice of the wrong length.
 pub fn gemv(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), SearchError> {

@@ -75,7 +75,7 @@ fn the_commands_of_the_page_do_what_it_says() {
     assert_eq!(run(&page, folder.path()), 13);
     let all = [
         "model-nvfp4/tokenizer.json",
-        "model.gguf",
+        "model-ends",
         "model-nvfp4.gguf",
         "model-bf16",
         "model-mixed",

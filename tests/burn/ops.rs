@@ -1094,7 +1094,7 @@ fn quantized_tensors_of_burn_have_the_same_codes_and_scales() {
             assert_eq!(tensor.clone().into_data().as_bytes(), data.as_bytes(), "{what}");
             check(&what, floats(tensor.dequantize()), floats(packed.dequantize()));
             // One that Burn has quantized.
-            let DType::QFloat(of_burn) = data.dtype else { panic!("{what}: {:?}", data.dtype) };
+            let DType::QFloat(of_burn) = data.dtype() else { panic!("{what}: {:?}", data.dtype()) };
             let tensor = dense.quantize_dynamic(&of_burn);
             let taken = Fp4Tensor::<2>::from_burn_data(&tensor.clone().into_data(), &device);
             let taken = taken.unwrap();

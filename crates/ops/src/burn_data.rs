@@ -62,8 +62,8 @@ impl<const D: usize> Fp4Tensor<D> {
     /// as [`from_packed`](Self::from_packed).
     pub fn from_burn_data(data: &TensorData, device: &Device) -> Result<Self, OpsError> {
         let refused = |found: String| OpsError::BurnData { found };
-        let DType::QFloat(scheme) = data.dtype else {
-            return Err(refused(format!("{:?}", data.dtype)));
+        let DType::QFloat(scheme) = data.dtype() else {
+            return Err(refused(format!("{:?}", data.dtype())));
         };
         if scheme.value != QuantValue::E2M1 {
             return Err(refused(format!("values {:?}", scheme.value)));
@@ -76,7 +76,7 @@ impl<const D: usize> Fp4Tensor<D> {
                 return Err(refused(format!("block scales {block:?}, tensor scale {tensor:?}")));
             }
         };
-        let shape: [usize; D] = data.shape.to_vec().try_into().map_err(|shape: Vec<usize>| {
+        let shape: [usize; D] = data.shape().to_vec().try_into().map_err(|shape: Vec<usize>| {
             refused(format!("shape {shape:?} for a tensor of rank {D}"))
         })?;
         let blocks = scheme.block_size().map_or_else(Vec::new, |size| size.to_dim_vec(D));
@@ -90,9 +90,10 @@ impl<const D: usize> Fp4Tensor<D> {
         }
         let block_size = usize::from(blocks[axis]);
         let (values, cols) = (shape.iter().product::<usize>(), shape[axis]);
-        let (bytes, scale_bytes) = (data.as_bytes(), 4 * usize::from(scheme.tensor_scale().is_some()));
+        let (bytes, scale_bytes) =
+            (data.as_bytes(), 4 * usize::from(scheme.tensor_scale().is_some()));
         let lengths = [values / 2, values / block_size, scale_bytes];
-        if bytes.len() != lengths.iter().sum() {
+        if bytes.len() != lengths.iter().sum::<usize>() {
             return Err(refused(format!("{} bytes for shape {shape:?}", bytes.len())));
         }
         let (codes, scales) = bytes.split_at(lengths[0]);
@@ -104,7 +105,7 @@ impl<const D: usize> Fp4Tensor<D> {
         let packed = Packed {
             format,
             block_size,
-            rows: if cols == 0 { 0 } else { values / cols },
+            rows: values.checked_div(cols).unwrap_or_default(),
             cols,
             codes: codes.to_vec(),
             scales: scales.to_vec(),

@@ -90,6 +90,7 @@ pub(crate) struct File {
 /// assert_eq!(container.config().expect("a config")["model_type"], "llama");
 /// assert_eq!(container.configs().collect::<Vec<_>>(), [folder.join(CONFIG)]);
 /// assert_eq!(container.sidecars(), [folder.join("tokenizer.json")]);
+/// assert!(container.quantization().is_none());
 /// assert_eq!(container.left_out(), [folder.join("model.gguf")]);
 /// assert!(container.quant_config().is_none(), "ModelOpt did not write it");
 /// assert!(container.shard().is_none(), "it is a whole model");

@@ -24,7 +24,8 @@ const CHARACTERS: usize = 100;
 
 /// The colours of the other pictures of this project: orange, and grey for a second format.
 const STYLE: &str = "
-text { font: 14px system-ui, sans-serif; fill: #1f2328; } .title { font-size: 16px; font-weight: bold; }
+text { font: 14px system-ui, sans-serif; fill: #1f2328; }
+.title { font-size: 16px; font-weight: bold; }
 .paper { fill: #ffffff; } line { stroke: #d7dce1; }
 .bar0 { fill: #bc4c00; } .bar1 { fill: #8c959f; }
 @media (prefers-color-scheme: dark) {

@@ -6,9 +6,7 @@ use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::selection::{DEFAULT, Matrices, Selection, dialect_of};
 use burn_fp4_checkpoints::{CheckpointError, Dtype, Model, dialect};
-use burn_fp4_policy::{
-    Decision, Policy, PolicyError, Preset, Recipe, RecipeFile, RecipeWeights,
-};
+use burn_fp4_policy::{Decision, Policy, PolicyError, Preset, Recipe, RecipeFile, RecipeWeights};
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser};

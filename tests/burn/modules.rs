@@ -559,7 +559,7 @@ fn reports_serialize_and_display() {
         assert!(all.contains(&parameter.path), "{all}");
     }
     let text = unwrapped(&report);
-    assert!(text.contains("NVFP4, blocks of 16, rule te, method amax, along axis 0"), "{text}");
+    assert!(text.contains("NVFP4, tiles of 16 x 16, rule te, method amax, along axis 0"), "{text}");
     assert!(text.contains("`.container(\"Embedding\", 1)` adds it"), "{text}");
     assert!(text.contains(" 20.5 kB -> "), "{text}"); // 5120 values
     let worst = report.quantized().max_by(|a, b| {

@@ -1093,7 +1093,10 @@ fn quantized_tensors_of_burn_have_the_same_codes_and_scales() {
             let tensor = Tensor::<2>::from_data(data.clone(), &device);
             assert_eq!(tensor.clone().into_data().as_bytes(), data.as_bytes(), "{what}");
             check(&what, floats(tensor.dequantize()), floats(packed.dequantize()));
-            // One that Burn has quantized.
+            // One that Burn has quantized, which it does along the last axis alone.
+            if axis == 0 {
+                continue;
+            }
             let DType::QFloat(of_burn) = data.dtype() else { panic!("{what}: {:?}", data.dtype()) };
             let tensor = dense.quantize_dynamic(&of_burn);
             let taken = Fp4Tensor::<2>::from_burn_data(&tensor.clone().into_data(), &device);

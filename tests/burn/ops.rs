@@ -6,7 +6,7 @@ use burn::backend::Flex;
 use burn::backend::ops::FloatTensorOps;
 use burn::module::Module;
 use burn::nn::EmbeddingConfig;
-use burn::tensor::quantization::{QuantScheme, QuantStore, QuantValue, ScaleDtype};
+use burn::tensor::quantization::{QuantMode, QuantScheme, QuantStore, QuantValue, ScaleDtype};
 use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData, read_sync};
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
@@ -1124,6 +1124,8 @@ fn data_that_are_no_fp4_tensor_of_burn_are_refused_by_what_they_are() {
     for (data, expected) in [
         (TensorData::from([[1.0f32]]), "F32"),
         (of(scheme.with_value(QuantValue::Q8F), &[1, 32]), "values Q8F"),
+        (of(scheme.with_mode(QuantMode::Lookup), &[1, 32]), "mode Lookup"),
+        (of(scheme.per_block([2, 32], ScaleDtype::UE8M0), &[1, 32]), "blocks [2, 32]"),
         (of(scheme.with_store(QuantStore::PackedU32(1)), &[1, 32]), "PackedU32(1)"),
         (of(scheme.per_block([32], ScaleDtype::F32), &[1, 32]), "block scales Some(F32)"),
         (of(scheme, &[2, 32]), "17 bytes for shape [2, 32]"),

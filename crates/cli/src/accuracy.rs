@@ -418,3 +418,23 @@ pub(crate) fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
 pub(crate) fn bits(bytes: usize, values: usize) -> f64 {
     8.0 * bytes as f64 / values.max(1) as f64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mxfp4_is_advised_only_where_its_error_is_smaller_by_a_tenth() {
+        let remedy = |in_mxfp4: f64| {
+            let blocks = Blocks { errors: [12.5, 100.0], ..Blocks::default() };
+            let tally = Tally { blocks, other: [in_mxfp4, 100.0], ..Tally::default() };
+            WeightError::new("w", &tally).remedy()
+        };
+        let kept = "pass --keep 'w' to `fp4 quantize` to keep it";
+        for in_mxfp4 in [11.4, 12.5, 20.0] {
+            assert_eq!(remedy(in_mxfp4), kept);
+        }
+        let advised = remedy(11.0);
+        assert!(advised.starts_with(&format!("{kept}, or --format mxfp4")), "{advised}");
+    }
+}

@@ -1,6 +1,6 @@
 //! An [`Fp4Tensor`] as the data of Burn's own quantized tensors, and back.
 
-use burn::tensor::quantization::{QuantScheme, QuantStore, QuantValue, ScaleDtype};
+use burn::tensor::quantization::{QuantMode, QuantScheme, QuantStore, QuantValue, ScaleDtype};
 use burn::tensor::{DType, Device, TensorData};
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
 
@@ -65,8 +65,8 @@ impl<const D: usize> Fp4Tensor<D> {
         let DType::QFloat(scheme) = data.dtype() else {
             return Err(refused(format!("{:?}", data.dtype())));
         };
-        if scheme.value != QuantValue::E2M1 {
-            return Err(refused(format!("values {:?}", scheme.value)));
+        if (scheme.value, scheme.mode) != (QuantValue::E2M1, QuantMode::Symmetric) {
+            return Err(refused(format!("values {:?}, mode {:?}", scheme.value, scheme.mode)));
         }
         let levels = (scheme.block_scale().map(|block| block.dtype), scheme.tensor_scale());
         let format = match levels {
@@ -80,14 +80,15 @@ impl<const D: usize> Fp4Tensor<D> {
             refused(format!("shape {shape:?} for a tensor of rank {D}"))
         })?;
         let blocks = scheme.block_size().map_or_else(Vec::new, |size| size.to_dim_vec(D));
-        let axis = blocks.iter().position(|&size| size > 1);
-        let found = || refused(format!("blocks {blocks:?}, stored as {:?}", scheme.store));
-        let axis = axis.filter(|&axis| blocks[axis + 1..].iter().all(|&size| size == 1));
-        let axis = axis.ok_or_else(found)?;
-        let store = packed_dimension(axis, D).map(QuantStore::PackedU32);
-        if store != Some(scheme.store) {
-            return Err(found());
-        }
+        let is_packed = |&axis: &usize| {
+            let store = packed_dimension(axis, D).map(QuantStore::PackedU32);
+            let others = blocks.iter().enumerate().filter(|&(at, _)| at != axis);
+            store == Some(scheme.store) && others.into_iter().all(|(_, &size)| size == 1)
+        };
+        let axis =
+            blocks.iter().position(|&size| size > 1).filter(is_packed).ok_or_else(|| {
+                refused(format!("blocks {blocks:?}, stored as {:?}", scheme.store))
+            })?;
         let block_size = usize::from(blocks[axis]);
         let (values, cols) = (shape.iter().product::<usize>(), shape[axis]);
         let (bytes, scale_bytes) =

@@ -116,7 +116,7 @@ pub enum OpsError {
          axis 0 of a matrix, and scales UE4M3 with F32, or UE8M0; found {found}"
     )]
     BurnData {
-        /// What is another.
+        /// Property that differs.
         found: String,
     },
     /// A part of a quantized tensor has a wrong dtype.

@@ -1,6 +1,7 @@
 //! Squared error of a packed tensor.
 
 use burn_fp4_search::formats::Fp4Format;
+use burn_fp4_search::squares::{RANGES, SUMS};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -12,18 +13,20 @@ use crate::plan::{Capability, Launch, Operation, Problem, Refusal, ThreadTile, U
 use crate::tensor::indexing::{Dims, dims};
 use crate::tensor::load_store::widen;
 
-/// Partial sums, f32 `[2, count]`: in the first row of the squared differences between a tensor and
-/// its packed form, in the second of the squares of the tensor. The caller adds up each row.
+/// Partial sums, f32 `[6, count]`: three rows of the squared differences between a tensor and its
+/// packed form, a row for each of [`RANGES`], then three of the squares of the tensor. The caller
+/// adds up each row.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct PartialSums {
     /// The sums.
     pub sums: Handle,
-    /// Length of each of the two rows.
+    /// Length of each row.
     pub count: usize,
 }
 
 /// Sums the squared error of a packed tensor against its original. Only format and block size of
-/// the scheme matter.
+/// the scheme matter. A value that overflows the dtype of the tensor counts as infinite.
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -44,6 +47,9 @@ pub fn squared_error(
     })
 }
 
+/// Bits of infinity.
+const INFINITY: u32 = 0x7F80_0000;
+
 fn launch<E: Int>(
     client: &Client,
     values: Handle,
@@ -53,12 +59,12 @@ fn launch<E: Int>(
 ) -> PartialSums {
     let Problem { view, scheme, .. } = problem;
     if launch.items == 0 {
-        let sums = client.create_from_slice(f32::as_bytes(&[0.0; 2]));
+        let sums = client.create_from_slice(f32::as_bytes(&[0.0; SUMS]));
         return PartialSums { sums, count: 1 };
     }
     let by_row = packed.tensor_scales > 1;
     let count = launch.items as usize;
-    let sums = client.empty(2 * 4 * count);
+    let sums = client.empty(SUMS * 4 * count);
     // SAFETY: the lengths match the problem, and units beyond `items` do nothing.
     unsafe {
         squared_error_kernel::launch_unchecked::<E>(
@@ -69,8 +75,9 @@ fn launch<E: Int>(
             1,
             BufferArg::from_raw_parts(values, view.len()),
             packed.read(view.len(), 8, scheme.block_size),
-            BufferArg::from_raw_parts(sums.clone(), 2 * count),
+            BufferArg::from_raw_parts(sums.clone(), SUMS * count),
             dims(problem, &launch),
+            problem.dtype.overflow(),
             scheme.block_size as u32,
             launch.thread_tile,
             scheme.format(),
@@ -88,6 +95,7 @@ fn squared_error_kernel<E: Int, N: Size, W: Size>(
     packed: &PackedIn<u8, W>,
     sums: &mut [f32],
     dims: Dims,
+    overflow: f32,
     #[comptime] block_size: u32,
     #[comptime] thread_tile: ThreadTile,
     #[comptime] format: Fp4Format,
@@ -101,8 +109,11 @@ fn squared_error_kernel<E: Int, N: Size, W: Size>(
     let grid = comptime!(format.row().scale_grid());
     let row_words = dims.blocks * block_words;
     let words = dims.rows * row_words;
-    let mut error = 0.0f32.runtime();
-    let mut energy = 0.0f32.runtime();
+    let mut of_item = Array::<f32>::new(comptime!(SUMS));
+    #[unroll]
+    for sum in 0..SUMS {
+        of_item[sum] = 0.0f32.runtime();
+    }
     let mut at = item;
     while at < words {
         let column = at % dims.inner;
@@ -120,12 +131,32 @@ fn squared_error_kernel<E: Int, N: Size, W: Size>(
             let value =
                 widen::<E, N>(values[(first + index * dims.inner) as usize], 0u32, thread_tile);
             let element = element_value(word << comptime!(28 - 4 * index));
-            let difference = (element * scale) * decode - value;
-            error += difference * difference;
-            energy += value * value;
+            let restored = (element * scale) * decode;
+            let restored = select(restored.abs() >= overflow, f32::reinterpret(INFINITY), restored);
+            add_square(&mut of_item, 0usize, restored - value);
+            add_square(&mut of_item, comptime!(RANGES.len()), value);
         }
         at += dims.items;
     }
-    sums[item as usize] = error;
-    sums[(dims.items + item) as usize] = energy;
+    #[unroll]
+    for sum in 0..SUMS {
+        sums[sum * dims.items as usize + item as usize] = of_item[sum];
+    }
+}
+
+/// Adds the square of a value to the sum of its range.
+#[cube]
+fn add_square(sums: &mut Array<f32>, #[comptime] first: usize, value: f32) {
+    let magnitude = value.abs();
+    let small = magnitude < comptime!(RANGES[0].end);
+    // NaN is not.
+    let bounded = magnitude < comptime!(RANGES[1].end);
+    let middle = bounded && !small;
+    let factor = select(bounded, comptime!(RANGES[1].factor), comptime!(RANGES[2].factor));
+    let factor = select(small, comptime!(RANGES[0].factor), factor);
+    let scaled = value * factor;
+    let square = scaled * scaled;
+    sums[first] += select(small, square, 0.0f32);
+    sums[comptime!(first + 1)] += select(middle, square, 0.0f32);
+    sums[comptime!(first + 2)] += select(bounded, 0.0f32, square);
 }

@@ -2,13 +2,13 @@
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor, TensorData};
+use burn_fp4_search::squares::squared_sums;
 use burn_fp4_search::{Fp4Scheme, Importance, tensor_scale_candidates};
 
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
 use crate::layout::{Fp4Layout, check_dtype, check_len};
 use crate::quantize::{self, checked_amax, quantize_with_amax};
-use crate::squares::squared_sums;
 use crate::tensor::Fp4Tensor;
 
 /// [`quantize`](crate::quantize) with costs of errors: a weight for each channel for

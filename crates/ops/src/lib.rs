@@ -28,7 +28,6 @@
 //! | `gram.rs`           | [`GramSum`]: statistics of activations                              |
 //! | `gptq.rs`           | GPTQ, which compensates rounding errors                             |
 //! | `hessian_factor.rs` | [`HessianFactor`]: GPTQ's factorization of a Gram matrix            |
-//! | `squares.rs`        | [`squared_sums`]: sums of squares of values of any magnitude        |
 //! | `saturated.rs`      | [`Saturated`]: the gradient of elements beyond the largest code     |
 //! | `matmul_path.rs`    | [`MatmulPath`]: how layers multiply by a packed weight              |
 //! | `awake.rs`          | [`on_awake_threads`]: a pass of many short parallel operations      |
@@ -64,7 +63,6 @@ pub mod modelopt;
 mod primitive;
 mod quantize;
 mod saturated;
-mod squares;
 mod tensor;
 mod train;
 
@@ -75,6 +73,7 @@ pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
 pub use burn_fp4_search::host::SampleOptions;
+pub use burn_fp4_search::squares::squared_sums;
 pub use burn_fp4_search::{
     Activations, Admm, BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme,
     Gptq, Gram, GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, Sse,
@@ -111,7 +110,6 @@ pub use matmul_path::{DequantizeReason, MatmulPath, matmul_path};
 pub use primitive::Fp4Primitive;
 pub use quantize::{amax, quantize};
 pub use saturated::Saturated;
-pub use squares::squared_sums;
 pub use tensor::{Fp4Tensor, without_padding};
 pub use train::fake_quantize::{
     fake_quantize, fake_quantize_for_training, fake_quantize_with_amax,

@@ -255,11 +255,8 @@ impl<const D: usize> Fp4Tensor<D> {
 
     /// Sums the squared differences from `values`, and the squares of `values`, as `[6]` in f32 on
     /// the device. Read it back and call [`squared_sums`](crate::squared_sums) for the two sums. A
-    /// value that is infinite in the dtype of `values` makes the first sum infinite.
-    ///
-    /// Values may have any magnitude. The kernels of Cube devices (CUDA, CubeCL's CPU runtime) are
-    /// an exception: they square and add up in f32, so that differences below 1e-19 count as 0, and
-    /// the sums of a tensor whose Euclidean norm is above 1.8e19 are infinite.
+    /// value that is infinite in the dtype of `values` makes the first sum infinite. Values may
+    /// have any magnitude.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor};

@@ -32,6 +32,7 @@
 //! | `best_tensor_scale.rs` | the search for a tensor scale                                    |
 //! | `quantize_weight.rs`   | quantization of a weight with a [`Method`] and [`Statistics`]    |
 //! | `metrics.rs`           | [`Metrics`]: the error of a quantized weight                     |
+//! | `squares.rs`           | sums of squares of values of any magnitude                       |
 //! | `modelopt.rs`          | ModelOpt's own functions, with its arithmetic                    |
 //! | `error.rs`             | [`SearchError`]                                                  |
 
@@ -65,6 +66,7 @@ mod rounding;
 mod rule;
 pub mod scale_grid;
 mod scheme;
+pub mod squares;
 mod tensor_scale;
 mod tile_reduce;
 

@@ -13,6 +13,7 @@ use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 
 /// Outputs of [`rms_norm`], in the shape and dtype of its input.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Normalized {
     /// The input plus the update; none without an update.
     pub sums: Option<Handle>,

@@ -11,6 +11,7 @@ use super::thread_tile::{ThreadTile, TileSharing};
 
 /// Launch configuration of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Launch {
     /// Cubes in two dimensions; the second is 1 if the device allows that many in the first.
     pub cubes: [u32; 2],

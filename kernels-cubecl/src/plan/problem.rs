@@ -3,7 +3,8 @@
 use std::fmt;
 
 use burn_fp4_search::Fp4Scheme;
-use burn_fp4_search::host::View;
+use burn_fp4_search::host::{HostElement, View};
+use half::{bf16, f16};
 
 /// A float type that kernels read and write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -23,6 +24,15 @@ impl Dtype {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// The smallest f32 magnitude that becomes infinite in this type.
+    pub(crate) const fn overflow(self) -> f32 {
+        match self {
+            Self::F32 => f32::OVERFLOW,
+            Self::F16 => f16::OVERFLOW,
+            Self::Bf16 => bf16::OVERFLOW,
         }
     }
 }

@@ -12,6 +12,7 @@ use super::problem::Dtype;
 /// a strided axis units form groups of `units_over_rows x units_over_blocks`: the first neighbours
 /// take the same block of the next rows, then come the next blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct ThreadTile {
     /// Values of the dense tensor that one load or store moves.
     pub vector: u32,

@@ -4,6 +4,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Element, FloatDType, TensorData, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
+use burn_fp4_search::squares::ranges_of;
 use burn_fp4_search::{Activations, Fp4Scheme, GramLayout, Hadamard, Importance};
 
 use super::extension::Fp4Backend;
@@ -12,7 +13,6 @@ use super::portable::on_host::{OwnedImportance, read};
 use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
 use crate::saturated::Saturated;
-use crate::squares::ranges_of;
 
 /// A device whose tensors are in host memory.
 pub(crate) trait HostDevice: Backend {

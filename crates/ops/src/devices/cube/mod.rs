@@ -36,6 +36,7 @@ use burn_fp4_cubecl::{
     quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::host::{DequantTarget, View};
+use burn_fp4_search::squares::SUMS;
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
 use self::device::{capability, contiguous, has_kernels, kernel_dtype, output_tensor};
@@ -365,10 +366,8 @@ impl Fp4Backend for CubeBackend {
             &problem,
         )
         .expect(CHECKED);
-        let sums = output_tensor(&values, partial.sums, Shape::new([2, partial.count]), DType::F32);
-        // The kernel squares without a factor, as the middle range does.
-        let none = || Self::float_zeros(Shape::new([2, 1]), &values.device, FloatDType::F32);
-        let sums = vec![none(), Self::float_sum_dim(sums, 1), none()];
-        Self::float_reshape(Self::float_cat(sums, 1), Shape::new([6]))
+        let sums =
+            output_tensor(&values, partial.sums, Shape::new([SUMS, partial.count]), DType::F32);
+        Self::float_reshape(Self::float_sum_dim(sums, 1), Shape::new([SUMS]))
     }
 }

@@ -5,13 +5,13 @@ use burn::backend::{Backend, TensorMetadata, get_or_init_device_settings};
 use burn::tensor::{DType, FloatDType, Shape, bf16, f16};
 use burn_fp4_search::formats::{E2M1_VALUES, Fp4Format};
 use burn_fp4_search::host::HostElement;
+use burn_fp4_search::squares::{MagnitudeRange, RANGES, SUMS};
 
 use super::bits::from_bits;
 use super::floats::{Floats, from_rows, rows};
 use super::scale_grid::values;
 use crate::layout::Fp4Layout;
 use crate::primitive::Fp4Primitive;
-use crate::squares::{RANGES, Range};
 
 /// [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize) by tensor operations.
 pub fn dequantize<B: Backend>(
@@ -72,10 +72,10 @@ pub(crate) fn squared_error<B: Backend>(
         let of_rows = sum_dim(terms.0, 1, false);
         B::float_reshape(sum_dim(of_rows, 0, false), Shape::from(vec![1]))
     };
-    let mut sums = Vec::with_capacity(2 * RANGES.len());
+    let mut sums = Vec::with_capacity(SUMS);
     for terms in [dense.sub(&values), values] {
         let (magnitudes, mut start) = (terms.abs(), 0.0);
-        for Range { end, factor } in RANGES {
+        for MagnitudeRange { end, factor } in RANGES {
             let mut within = terms.or_where(magnitudes.below(start), 0.0);
             if end.is_finite() {
                 within = within.or_where(magnitudes.at_least(end), 0.0);

@@ -1,34 +1,45 @@
-//! Sums of squares in f32 for values of any magnitude, one sum for each of three ranges. Kernels of
-//! Cube devices fill only the middle range, at the cost that
-//! [`Fp4Tensor::squared_error`](crate::Fp4Tensor::squared_error) names.
+//! Sums of squares in f32 for values of any magnitude, one sum for each of three ranges.
 //!
 //! The square of an f32 value below 1e-19 or above 1e19 is not an f32 number. So each range has a
 //! power of two that its values are multiplied by before they are squared (Blue, "A Portable
 //! Fortran Program to Find the Euclidean Norm of a Vector", 1978). The total is an f64 number.
 
-use burn_fp4_search::formats::power_of_two;
+use burn_fp4_formats::power_of_two;
 
 /// Magnitudes below `end` and not in an earlier range, with the factor before they are squared.
-pub(crate) struct Range {
-    pub(crate) end: f32,
-    pub(crate) factor: f32,
+#[derive(Debug, Clone, Copy)]
+pub struct MagnitudeRange {
+    /// The first magnitude beyond the range.
+    pub end: f32,
+    /// What values are multiplied by before they are squared.
+    pub factor: f32,
 }
 
-/// Ranges from the smallest magnitudes on. Sums of fewer than 2^32 squares do not overflow.
-pub(crate) const RANGES: [Range; 3] = [
-    Range { end: power_of_two(-50), factor: power_of_two(90) },
-    Range { end: power_of_two(45), factor: 1.0 },
-    Range { end: f32::INFINITY, factor: power_of_two(-90) },
+/// Ranges from the smallest magnitudes on; infinity and NaN are in the last. Sums of fewer than
+/// 2^32 squares do not overflow.
+pub const RANGES: [MagnitudeRange; 3] = [
+    MagnitudeRange { end: power_of_two(-50), factor: power_of_two(90) },
+    MagnitudeRange { end: power_of_two(45), factor: 1.0 },
+    MagnitudeRange { end: f32::INFINITY, factor: power_of_two(-90) },
 ];
 
+/// Number of sums of a squared error: a range each for the differences, then for the values.
+pub const SUMS: usize = 2 * RANGES.len();
+
 /// Converts a sum of squares in f64 to the sums of all ranges.
-#[cfg_attr(
-    not(any(feature = "flex", feature = "ndarray", test)),
-    allow(dead_code, reason = "only devices in host memory sum in f64")
-)]
-pub(crate) fn ranges_of(sum: f64) -> [f32; 3] {
+///
+/// ```
+/// use burn_fp4_search::squares::{ranges_of, squared_sums};
+///
+/// let sums = [ranges_of(1e-60), ranges_of(4.0)].concat();
+/// let [error, energy] = squared_sums(&sums).unwrap();
+/// assert!((error / 1e-60 - 1.0).abs() < 1e-6);
+/// assert_eq!(energy, 4.0);
+/// ```
+#[must_use]
+pub fn ranges_of(sum: f64) -> [f32; 3] {
     let root = sum.sqrt();
-    let is_within = |range: &Range| root < f64::from(range.end);
+    let is_within = |range: &MagnitudeRange| root < f64::from(range.end);
     // NaN and infinity are in the last.
     let at = RANGES.iter().position(is_within).unwrap_or(RANGES.len() - 1);
     let mut sums = [0.0; 3];
@@ -36,9 +47,15 @@ pub(crate) fn ranges_of(sum: f64) -> [f32; 3] {
     sums
 }
 
-/// Computes the sum of squared differences and the sum of the values' squares from the `[6]` of
-/// [`Fp4Tensor::squared_error`](crate::Fp4Tensor::squared_error). Returns `None` for another number
-/// of sums.
+/// Adds up the ranges of two sums, `[6]` in f32: those of squared differences, and those of the
+/// squares of the values. Returns `None` for another number of sums.
+///
+/// ```
+/// use burn_fp4_search::squares::squared_sums;
+///
+/// assert_eq!(squared_sums(&[0.0, 2.0, 0.0, 0.0, 8.0, 0.0]), Some([2.0, 8.0]));
+/// assert_eq!(squared_sums(&[2.0, 8.0]), None);
+/// ```
 #[must_use]
 pub fn squared_sums(sums: &[f32]) -> Option<[f64; 2]> {
     let total = |sums: &[f32]| -> f64 {
@@ -46,7 +63,7 @@ pub fn squared_sums(sums: &[f32]) -> Option<[f64; 2]> {
         scaled.map(|(&sum, range)| f64::from(sum) / f64::from(range.factor).powi(2)).sum()
     };
     match sums.len() {
-        6 => Some([total(&sums[..3]), total(&sums[3..])]),
+        SUMS => Some([total(&sums[..RANGES.len()]), total(&sums[RANGES.len()..])]),
         _ => None,
     }
 }

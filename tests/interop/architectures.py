@@ -6,10 +6,12 @@
 FP4 is the program. A small random model of every `model_type` in
 crates/checkpoints/src/architecture/table.rs is made by transformers, quantized, and read again:
 
-- quantized are the weights of linear layers, by their classes in transformers, and nothing else;
+- quantized are the weights of linear layers, by their classes in transformers, and nothing else,
+  and the plan of `--dry-run` has these;
 - blocks run along the inputs: values, decoded here by numpy, and products with random inputs are
   within the error of FP4;
 - weights that share a tensor scale get one input in a forward pass;
+- `fp4 compare` reads the result, and finds the same errors;
 - where transformers loads the result, its outputs are those of the decoded values, and the call
   that `fp4` names in a note, or else the plain one in bfloat16, loads it too; a warning says where
   it does not.
@@ -92,6 +94,10 @@ CASES = [
          num_position_embeddings=64, deepstack_visual_indexes=[0]))),
     ("gpt2", "GPT2LMHeadModel",
      dict(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=64)),
+    ("openai-gpt", "OpenAIGPTLMHeadModel",
+     dict(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=64)),
+    ("imagegpt", "ImageGPTForCausalImageModeling",
+     dict(n_embd=64, n_layer=2, n_head=4, vocab_size=97, n_positions=64)),
     ("gpt_neox", "GPTNeoXForCausalLM", SIZES),
     ("falcon", "FalconForCausalLM",
      dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)),
@@ -391,7 +397,11 @@ def check(program, folder, name, kind, sizes):
     files = load_file(folder / "model" / "model.safetensors")
     layers = owners(model, files)
     dialect = "modelopt" if name in STACKED else "compressed-tensors"
-    done = run(program, "quantize", folder / "model", "--out", folder / "out", "--dialect", dialect)
+    command = [program, "quantize", folder / "model", "--dialect", dialect]
+    plan = run(*command, "--dry-run", "--json")
+    assert plan.returncode == 0, plan.stderr
+    planned = {w["name"] for w in json.loads(plan.stdout)["weights"] if "nvfp4" in w["to"]}
+    done = run(*command, "--out", folder / "out")
     assert done.returncode == 0, done.stderr
     warned = [line for line in done.stderr.splitlines() if line.startswith("warning")]
     assert all("do not load the result" in line for line in warned), warned
@@ -399,6 +409,11 @@ def check(program, folder, name, kind, sizes):
     wanted = {n for n, (_, _, layer, _) in layers.items() if layer}
     missing, more = sorted(wanted - set(values)), sorted(set(values) - wanted)
     assert not missing and not more, f"not quantized: {missing}; quantized: {more}"
+    assert planned == wanted, f"the plan has others: {sorted(planned ^ wanted)}"
+    compared = run(program, "compare", folder / "model", folder / "out", "--json")
+    read = {w["name"]: w["error_percent"] for w in json.loads(compared.stdout)["weights"]
+            if w["quantized"]}
+    assert set(read) == wanted, f"read are others: {sorted(set(read) ^ wanted)}"
     errors, products = [], []
     random = np.random.default_rng(3)
     for key, value in values.items():
@@ -408,6 +423,7 @@ def check(program, folder, name, kind, sizes):
             original = np.swapaxes(original, -1, -2)
         assert value.shape == original.shape, (key, value.shape, original.shape)
         errors.append(np.linalg.norm(value - original) / np.linalg.norm(original))
+        assert abs(read[key] - 100 * errors[-1]) < 1e-3, (key, read[key], errors[-1])
         x = random.normal(size=(256, value.shape[-1])).astype(np.float32)
         y = x @ np.swapaxes(original, -1, -2)
         products.append(np.linalg.norm(x @ np.swapaxes(value, -1, -2) - y) / np.linalg.norm(y))

@@ -282,7 +282,7 @@ pub(super) const ROWS: [Row; 20] = [
     },
     // `Conv1D` of transformers.
     Row {
-        types: &["gpt2"],
+        types: &["gpt2", "openai-gpt", "imagegpt"],
         transposed: &["c_attn", "q_attn", "c_proj", "c_fc"],
         families: &[],
         ..ANY

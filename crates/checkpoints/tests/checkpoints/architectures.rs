@@ -140,7 +140,10 @@ fn blocks_run_along_the_inputs_of_every_architecture() {
             }
         }
     }
-    assert_eq!(turned, ["gpt2", "gpt_oss", "llama4", "llama4_text"].into());
+    assert_eq!(
+        turned,
+        ["gpt2", "gpt_oss", "imagegpt", "llama4", "llama4_text", "openai-gpt"].into()
+    );
 }
 
 #[test]

@@ -8,8 +8,8 @@ use burn::nn::Linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fp4::checkpoints::Value;
 use burn_fp4::{
-    Activations, CheckpointMap, Fp4Config, Fp4Format, Fp4Linear, Fp4Module, Method, Outcome,
-    ParameterReport,
+    Activations, CheckpointMap, Fp4Config, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme, Method,
+    Outcome, ParameterReport,
 };
 use llama::{
     CalibrationWindows, Folder, Llama, LlamaConfig, Projection, QuantizeOptions, Sampling, Tokens,
@@ -157,7 +157,7 @@ fn int8_activations_keep_nearly_the_perplexity_of_fp4() {
     let windows = Windows { window: 256, stride: 128, batch: 8 };
     for format in Fp4Format::ALL {
         let mut model = load::<Fp4Linear>(&folder);
-        let config = llama::fp4_config(&model, format, Method::SSE);
+        let config = llama::fp4_config(&model, llama::scheme(format, Method::SSE));
         model.quantize_fp4(&config).expect("quantized");
         let nats = |model: &Llama<Fp4Linear>| {
             perplexity(model, tokens.held_out(), windows, &device).expect("a number").nats
@@ -204,10 +204,10 @@ fn codes<M: Module>(model: &M) -> BTreeMap<String, [Vec<u8>; 2]> {
     packed.collect()
 }
 
-/// Quantizes a model as `fp4 quantize` does without options.
+/// Quantizes a model by `sse`.
 fn quantized(folder: &Folder, format: Fp4Format) -> Llama<Linear> {
     let mut model = load::<Linear>(folder);
-    let config = llama::fp4_config(&model, format, Method::SSE);
+    let config = llama::fp4_config(&model, llama::scheme(format, Method::SSE));
     let report = model.quantize_fp4(&config).expect("quantized");
     assert_eq!(report.quantized().count(), 28);
     // Engines fuse q, k and v, and gate and up: these share a tensor scale.
@@ -246,7 +246,8 @@ fn gptq_calibrates_once_or_layer_by_layer() {
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
     for sequential in [false, true] {
         let (format, damping, method) = (Fp4Format::NvFp4, Some(0.1), Method::GPTQ);
-        let options = QuantizeOptions { format, method, sequential, damping, calibration };
+        let options =
+            QuantizeOptions { format, method: Some(method), sequential, damping, calibration };
         let mut model = load::<Linear>(&folder);
         let config = options.config(&model);
         let report = options.apply(&mut model, &config, &tokens, &device).expect("quantized");
@@ -277,7 +278,13 @@ fn a_method_of_a_recipe_table_is_calibrated_for() {
     // Format and method of the options do not count: the configuration comes from the file.
     let (format, method) = (Fp4Format::NvFp4, Method::SSE);
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
-    let options = QuantizeOptions { format, method, sequential: false, damping: None, calibration };
+    let options = QuantizeOptions {
+        format,
+        method: Some(method),
+        sequential: false,
+        damping: None,
+        calibration,
+    };
     let report = options.apply(&mut model, &config.expect("a configuration"), &tokens, &device);
     let report = report.expect("quantized");
     assert_eq!(report.quantized().count(), 28);
@@ -336,8 +343,8 @@ fn bytes_of_weights_are_those_that_are_stored() {
     let head = config.vocab_size * hidden * size_of::<f32>();
     assert_eq!(model.bytes_of_weights(), values * size_of::<f32>() + head);
 
-    let scheme = llama::fp4_config(&model, Fp4Format::NvFp4, Method::Amax);
-    model.quantize_fp4(&scheme).expect("quantized");
+    let amax = llama::fp4_config(&model, Fp4Scheme::nvfp4());
+    model.quantize_fp4(&amax).expect("quantized");
     // A code and a sixteenth of a scale a value, and a tensor scale for each of seven matrices.
     let packed = values / 2 + values / 16 + config.num_hidden_layers * 7 * size_of::<f32>();
     assert_eq!(model.bytes_of_weights(), packed + head);

@@ -193,7 +193,7 @@ fn a_choice_quantizes_as_predicted_within_its_budget() {
     let error = sensitivity.choose(Budget::BitsPerWeight(4.0)).unwrap_err();
     assert!(matches!(error, Fp4Error::Budget { .. }), "{error}");
     assert!(sensitivity.choose(Budget::BitsPerWeight(f64::NAN)).is_err());
-    let (table, page) = (sensitivity.to_string(), sensitivity.html(None));
+    let (table, page) = (format!("{sensitivity:#}"), sensitivity.html(None));
     for text in ["1.query.weight", "nvfp4/32", "mxfp4/32"] {
         assert!(table.contains(text) && page.contains(text), "{text}");
     }

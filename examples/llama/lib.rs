@@ -38,7 +38,7 @@ pub use folder::{Folder, create, names};
 pub use generate::{Generated, generate};
 pub use model::{KvCaches, Llama, Projection};
 pub use perplexity::{Difference, Losses, Perplexity, WindowLoss, Windows, perplexity};
-pub use quantize::{CalibrationWindows, QuantizeOptions, fp4_config, methods};
+pub use quantize::{CalibrationWindows, QuantizeOptions, fp4_config, methods, scheme};
 pub use sampling::Sampling;
 pub use sensitivity::{divergence, quantized_alone, rank_correlation, sensitivity};
 pub use tokens::{Tokens, batch_of, byte_tokenizer};

@@ -5,7 +5,7 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fp4::ops::is_host;
 use burn_fp4::{
     Calibration, CalibrationOptions, CalibrationProgress, Fp4Config, Fp4Format, Fp4Module,
-    Fp4Report, Fp4Scheme, Gptq, Method, ScaleRule,
+    Fp4Report, Fp4Scheme, Gptq, Method,
 };
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
@@ -20,14 +20,14 @@ pub struct QuantizeOptions {
     /// Format: nvfp4 or mxfp4.
     #[arg(long, default_value_t = Fp4Format::NvFp4)]
     pub format: Fp4Format,
-    /// Method that chooses scales and codes.
-    #[arg(long, value_parser = methods(), default_value_t = Method::SSE)]
-    pub method: Method,
+    /// Method that chooses scales and codes. Defaults to sse, for mxfp4 to amax by the rule even.
+    #[arg(long, value_parser = methods())]
+    pub method: Option<Method>,
     /// Calibrate each layer on the outputs of the quantized layers before it.
     #[arg(long)]
     pub sequential: bool,
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
-    #[arg(long)]
+    #[arg(long, requires = "method")]
     pub damping: Option<f64>,
     /// Windows to calibrate on.
     #[command(flatten)]
@@ -54,11 +54,15 @@ pub fn methods() -> impl TypedValueParser<Value = Method> {
     PossibleValuesParser::new(names).try_map(|name| name.parse::<Method>())
 }
 
+/// Returns the scheme of a format with a method.
+pub fn scheme(format: Fp4Format, method: Method) -> Fp4Scheme {
+    method.scheme(format, format.row().block_size)
+}
+
 /// Returns the configuration that quantizes all linear layers but the `lm_head`. Layers that
 /// inference engines fuse (q, k and v; gate and up) share a tensor scale.
-pub fn fp4_config<L: Projection>(model: &Llama<L>, format: Fp4Format, method: Method) -> Fp4Config {
-    let config = Fp4Config::new(Fp4Scheme::of(ScaleRule::of_format(format)))
-        .method(method)
+pub fn fp4_config<L: Projection>(model: &Llama<L>, scheme: Fp4Scheme) -> Fp4Config {
+    let config = Fp4Config::new(scheme)
         .without_container("Fp4Embedding")
         .share_scale(["q_proj", "k_proj", "v_proj"])
         .share_scale(["gate_proj", "up_proj"]);
@@ -68,13 +72,14 @@ pub fn fp4_config<L: Projection>(model: &Llama<L>, format: Fp4Format, method: Me
 impl QuantizeOptions {
     /// Returns the configuration for a model.
     pub fn config<L: Projection>(&self, model: &Llama<L>) -> Fp4Config {
-        let config = fp4_config(model, self.format, self.method);
-        match (self.method.gptq(), self.damping) {
-            (Some(options), Some(damping)) => {
-                config.method(Method::Gptq(Gptq { damping, ..options }))
+        let scheme = match (self.method, self.damping) {
+            (None, _) => Fp4Scheme::recommended(self.format),
+            (Some(Method::Gptq(options)), Some(damping)) => {
+                scheme(self.format, Method::Gptq(Gptq { damping, ..options }))
             }
-            _ => config,
-        }
+            (Some(method), _) => scheme(self.format, method),
+        };
+        fp4_config(model, scheme)
     }
 
     /// Quantizes a model with a configuration, from [`config`](Self::config) or from a file.

@@ -638,7 +638,10 @@ fn weights_are_divided_among_several_devices() {
         for (path, axis, _, gram) in calibration.iter() {
             elsewhere.insert(path, axis, gram.clone());
         }
-        for config in [Fp4Config::nvfp4().method(Method::GPTQ), hessian.clone()] {
+        let gptq = Fp4Config::nvfp4().method(Method::GPTQ);
+        // GPTQ compiles for a quarter of a minute per device on CubeCL's CPU runtime.
+        let skipped = usize::from(name == "cpu");
+        for config in [gptq, hessian.clone()].into_iter().skip(skipped) {
             let quantized = |calibration: &Calibration| {
                 let mut model = dense.clone();
                 let config = config.with_calibration(calibration);

@@ -116,7 +116,8 @@ def quantized(fp4, work):
     for form in ["nvfp4", "mxfp4"]:
         for dialect in ["compressed-tensors", "modelopt"]:
             out = work / f"{form}-{dialect}"
-            run(fp4, "quantize", GENESIS, "--out", out, "--format", form, "--dialect", dialect)
+            run(fp4, "quantize", GENESIS, "--out", out, "--format", form, "--dialect", dialect,
+                "--method", "sse")
         config = CompressedTensorsConfig(run_compressed=False)
         model = load(work / f"{form}-compressed-tensors", quantization_config=config)
         found[f"{form}.greedy"] = greedy(model, prompt)

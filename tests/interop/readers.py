@@ -181,7 +181,8 @@ def main(fp4, work):
         plain = work / f"{dialect}-{form}.plain"
         if not out.exists():
             which = ["--preset", "experts-only"] if dialect == "gpt-oss" else []
-            run("quantize", source, "--out", out, "--dialect", dialect, "--format", form, *which)
+            run("quantize", source, "--out", out, "--dialect", dialect, "--format", form,
+                "--method", "sse", *which)
             run("convert", out, "--out", plain, "--dialect", "plain", "--decode-fp4", "f32")
         values = load_file(plain / "model.safetensors")
         decoded = dense(model, from_gguf(values) if dialect == "gguf" else values)

@@ -93,7 +93,7 @@ impl Tally {
     /// Describes the matrices that were quantized by the default method, as their statistics are
     /// all zero.
     pub(crate) fn fallback(&self) -> Option<String> {
-        let method = Method::default();
+        let method = Method::FALLBACK;
         match self.unseen {
             [0, _] => None,
             [unseen, all] if unseen == all => {

@@ -2,7 +2,7 @@
 
 use burn_fp4_search::formats::{E2M1, Fp4Format};
 use burn_fp4_search::host::{HostElement, PackedView, View, tensor_amax};
-use burn_fp4_search::{Fp4Scheme, Method, ScaleRule, Statistics};
+use burn_fp4_search::{Fp4Scheme, Method, Statistics};
 
 use crate::accuracy::Blocks;
 
@@ -86,9 +86,11 @@ pub(crate) fn in_mxfp4<T: HostElement>(
         return [0.0; 2];
     }
     let row = method.row();
-    let method = match row.calibrated || !row.formats.contains(&other) {
-        true => Method::default(),
-        false => method,
+    // The scheme of the same command with the other format.
+    let open = method == Fp4Scheme::recommended(format).method;
+    let scheme = match open || row.calibrated || !row.formats.contains(&other) {
+        true => Fp4Scheme::recommended(other),
+        false => method.scheme(other, wide),
     };
     let per_row = view.axis / block_size;
     let places = (0..scales.len()).step_by(step(scales.len())).map(|block| {
@@ -99,9 +101,9 @@ pub(crate) fn in_mxfp4<T: HostElement>(
         (first..first + wide).map(move |col| value(values, view, row, col))
     };
     let sample: Vec<f32> = places.clone().flat_map(around).collect();
-    let scheme = Fp4Scheme::of(ScaleRule::of_format(other));
     let of_sample = View::rows(sample.len() / wide, wide);
-    let Ok(cast) = method.quantize_view(&sample, of_sample, &scheme, Statistics::None) else {
+    let Ok(cast) = scheme.method.quantize_view(&sample, of_sample, &scheme, Statistics::None)
+    else {
         return [0.0; 2];
     };
     let mut sums = [0.0; 2];

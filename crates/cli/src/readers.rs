@@ -1,6 +1,6 @@
 //! Programs that read what is written: a table for helps, and what a choice excludes.
 
-use burn_fp4_checkpoints::dialect::{Known, ReadBy, writer, written};
+use burn_fp4_checkpoints::dialect::{Known, Program, ReadBy, writer, written};
 use burn_fp4_checkpoints::selection::DEFAULT;
 use burn_fp4_checkpoints::{Model, TransformersLoad, Value, Weight};
 use burn_fp4_search::formats::Fp4Format;
@@ -28,7 +28,12 @@ pub(crate) fn table() -> String {
             }
         }
     }
-    text
+    let versions = Program::ALL.map(|program| {
+        let row = program.row();
+        format!("{} {}", row.name, row.version)
+    });
+    let lines: Vec<String> = versions.chunks(3).map(|some| some.join(", ")).collect();
+    format!("{text}\n  Versions: {}", lines.join(",\n    "))
 }
 
 fn with_star(reader: &ReadBy) -> String {

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use burn_fp4_checkpoints::dialect::Program;
 use burn_fp4_checkpoints::{Checkpoint, Weight};
 use model::{SMALL, assert_same, fails, run, succeeds};
 use tempfile::tempdir;
@@ -54,6 +55,11 @@ fn the_help_of_quantize_names_the_readers_of_each_dialect_in_80_columns() {
         "  gguf                nvfp4  llama.cpp*",
     ];
     for (name, text) in [("quantize --help", &help), ("formats", &formats)] {
+        for program in Program::ALL {
+            let row = program.row();
+            let version = format!("{} {}", row.name, row.version);
+            assert!(text.contains(&version), "{name} has no `{version}`: {text}");
+        }
         let table: Vec<&str> =
             text.lines().skip_while(|line| !line.starts_with("Readers (")).collect();
         for line in lines {

@@ -1197,7 +1197,7 @@ fn a_plan_names_the_schemes_that_weights_have() {
     let table = |name: &str, choice: &str| format!("[[weights]]\nnames = ['{name}']\n{choice}\n");
     // All weights have another format than the recipe.
     let all = plan(&format!("only = ['*.mlp.*']\n{}", table("*", "format = 'mxfp4'")), "");
-    assert!(all.contains(" quantized (mxfp4 in blocks of 32, sse; "), "{all}");
+    assert!(all.contains(" quantized (mxfp4 in blocks of 32, amax by rule even; "), "{all}");
     assert!(!all.contains("nvfp4") && !all.contains("method"), "{all}");
     let mixed = [
         table("*.o_proj", "method = 'amax'"),
@@ -1208,7 +1208,12 @@ fn a_plan_names_the_schemes_that_weights_have() {
     let line = |word: &str| text.lines().find(|line| line.contains(word)).expect("a line");
     assert!(line(".o_proj").contains("amax") && line("weight ").contains("method"), "{text}");
     assert!(line(".down_proj").contains("rule te-division"), "{text}");
-    assert!(!line(".up_proj").contains("floor") && !line(".q_proj").contains("sse"), "{text}");
+    assert!(!line(".up_proj").contains("rule") && !line(".q_proj").contains("sse"), "{text}");
+    let by_sse = table("*.down_proj", "format = 'mxfp4'\nmethod = 'sse'");
+    let two = plan(&[table("*.mlp.[gu]*", "format = 'mxfp4'"), by_sse].concat(), "");
+    let said =
+        |word: &str| two.lines().any(|line| line.contains(word) && line.contains("sse, rule"));
+    assert!(said(".down_proj") && !said(".up_proj"), "{two}");
     assert!(text.contains("2 nvfp4 in blocks of 16, amax; "), "{text}");
     let report: serde_json::Value =
         serde_json::from_str(&plan(&mixed.concat(), "--json")).expect("an object");
@@ -1219,7 +1224,7 @@ fn a_plan_names_the_schemes_that_weights_have() {
         [&row["method"], &row["rule"]].map(|value| value.as_str().unwrap_or("none").to_owned())
     };
     assert_eq!(of("o_proj.weight"), ["amax", "te"]);
-    assert_eq!(of("up_proj.weight"), ["sse", "floor"]);
+    assert_eq!(of("up_proj.weight"), ["amax", "even"]);
     assert_eq!(of("lm_head.weight"), ["none", "none"]);
 }
 

@@ -10,9 +10,9 @@ use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
     Budget, Calibration, Candidate, CheckpointMap, Fp4Config, Fp4Error, Fp4Format, Fp4Module,
-    Method, Outcome, Recipe, ScaleRule, Sse, Unused,
+    Fp4Scheme, Method, Outcome, Recipe, ScaleRule, Sse, Unused,
 };
-use llama::{CalibrationWindows, Folder, Llama, Tokens, fp4_config};
+use llama::{CalibrationWindows, Folder, Llama, Tokens, fp4_config, scheme};
 use model::{Packed, packed, packed_in, run, succeeds};
 use tempfile::tempdir;
 
@@ -46,7 +46,7 @@ fn what_a_budget_has_chosen_is_what_fp4_quantizes_by_its_recipe() {
     let folder = tempdir().expect("a folder");
     let dense = load();
     let known = calibration(&dense);
-    let config = fp4_config(&dense, Fp4Format::NvFp4, Method::SSE).unused(Unused::Report);
+    let config = fp4_config(&dense, scheme(Fp4Format::NvFp4, Method::SSE)).unused(Unused::Report);
     let found = dense.fp4_sensitivity(&config.with_calibration(&known), &Candidate::ALL);
     let found = found.expect("what formats cost");
     let mut kinds = BTreeSet::new();
@@ -84,7 +84,7 @@ fn one_call_with_a_budget_saves_a_recipe_for_every_dialect_that_can_say_it() {
     let folder = tempdir().expect("a folder");
     let mut model = load();
     let known = calibration(&model);
-    let config = fp4_config(&model, Fp4Format::NvFp4, Method::SSE).unused(Unused::Report);
+    let config = fp4_config(&model, scheme(Fp4Format::NvFp4, Method::SSE)).unused(Unused::Report);
     let config = config.with_calibration(&known).budget(Budget::BitsPerWeight(4.4));
     let report = model.quantize_fp4(&config).expect("quantized");
     let path = folder.path().join("recipe.toml");
@@ -109,7 +109,7 @@ fn calibrated_methods_take_the_statistics_that_are_saved_beside_a_recipe() {
     let mut model = load();
     let known = calibration(&model);
     known.save(folder.path().join("known.safetensors"), &llama::names()).expect("statistics");
-    let config = fp4_config(&model, Fp4Format::NvFp4, Method::Sse(Sse::Weighted));
+    let config = fp4_config(&model, scheme(Fp4Format::NvFp4, Method::Sse(Sse::Weighted)));
     let report = model.quantize_fp4(&config.with_calibration(&known)).expect("quantized");
     report.save_recipe(folder.path().join("recipe.toml"), &llama::names()).expect("a recipe");
     let options = "--out out --recipe recipe.toml --calibration known.safetensors";
@@ -211,7 +211,7 @@ fn what_a_recipe_cannot_say_is_not_saved() {
         let report = dense.clone().quantize_fp4(&config).expect("quantized");
         report.save_recipe(&path, &map)
     };
-    let config = fp4_config(&dense, Fp4Format::NvFp4, Method::Amax);
+    let config = fp4_config(&dense, Fp4Scheme::nvfp4());
     let of = |config: Fp4Config| saved(config, llama::names());
     let mut given = config.clone();
     given.scheme = given.scheme.with_tensor_scale(burn_fp4::TensorScaling::Row);

@@ -37,6 +37,7 @@ pub enum Unused {
 
 /// A choice for some of the weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Override {
     /// Pattern of the paths of these weights.
     pub pattern: String,
@@ -94,6 +95,7 @@ impl From<Fp4Scheme> for Change {
 
 /// A container type whose weights are quantized.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Container {
     /// Name of the struct that holds the parameter, such as `Linear`.
     pub name: String,
@@ -105,6 +107,7 @@ pub struct Container {
 /// in files, by which a recipe decides.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct FileChoices {
     /// Names and axes of the module's weights in files, which patterns match instead of paths.
     pub map: CheckpointMap,
@@ -174,6 +177,7 @@ pub struct FileChoices {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[must_use]
+#[non_exhaustive]
 pub struct Fp4Config {
     /// How each weight is quantized.
     pub scheme: Fp4Scheme,
@@ -349,8 +353,8 @@ impl Fp4Config {
 
     /// This configuration with statistics of the inputs of layers, which the methods need that are
     /// [`calibrated`](burn_fp4_ops::search::MethodRow::calibrated). A weight without statistics
-    /// falls back to [`Method::SSE`], and the report says so; if no selected weight has any, that
-    /// is an error.
+    /// falls back to [`Method::FALLBACK`], and the report says so; if no selected weight has any,
+    /// that is an error.
     pub fn with_calibration(&self, calibration: &Calibration) -> Self {
         Self { calibration: calibration.clone(), ..self.clone() }
     }

@@ -35,6 +35,7 @@ pub enum Preset {
 
 /// The facts of a [`Preset`].
 #[derive(Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PresetRow {
     /// Its name on command lines.
     pub name: &'static str,

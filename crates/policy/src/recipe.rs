@@ -54,9 +54,10 @@ pub struct Recipe {
     pub block_size: Option<usize>,
     /// The dialect to write, by its name in `burn-fp4-checkpoints`.
     pub dialect: Option<String>,
-    /// Method that chooses scales and codes; by default [`Method::default`].
+    /// Method that chooses scales and codes; by default that of [`Fp4Scheme::recommended`].
     pub method: Option<Method>,
-    /// Rule for the arithmetic of scales; by default the first rule of the format.
+    /// Rule for the arithmetic of scales; by default the first rule of the format, or that of
+    /// [`Fp4Scheme::recommended`] if there is no method either.
     pub rule: Option<ScaleRule>,
     /// Choice of weights by their roles.
     pub preset: Option<Preset>,
@@ -83,8 +84,8 @@ pub struct Recipe {
     pub weights: Vec<RecipeWeights>,
 }
 
-/// An entry of a [`Recipe`] for some weights. Open choices are those for all weights, but another
-/// format brings its own block size and rule.
+/// An entry of a [`Recipe`] for some weights. Open choices are those for all weights. Another
+/// format brings its own block size and rule, and its own method if the recipe names none.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct RecipeWeights {
@@ -275,7 +276,11 @@ fn resolved(
     method: Option<Method>,
     rule: Option<ScaleRule>,
 ) -> Result<Fp4Scheme, RecipeError> {
-    let rule = rule.unwrap_or_else(|| ScaleRule::of_format(format));
+    let recommended = Fp4Scheme::recommended(format);
+    let rule = rule.unwrap_or_else(|| match method {
+        Some(_) => ScaleRule::of_format(format),
+        None => recommended.rule,
+    });
     if rule.row().format != format {
         return Err(RecipeError::Rule { weights, rule, format });
     }
@@ -284,7 +289,7 @@ fn resolved(
     if !expected.contains(&block_size) {
         return Err(RecipeError::BlockSize { weights, expected, found: block_size });
     }
-    let method = method.unwrap_or_default();
+    let method = method.unwrap_or(recommended.method);
     if !method.row().formats.contains(&format) {
         return Err(RecipeError::Method { weights, method, format });
     }
@@ -420,6 +425,21 @@ mod tests {
         assert_eq!(Recipe::parse(&text).unwrap(), recipe, "{text}");
         assert_eq!(Recipe::parse("").unwrap(), Recipe::default());
         assert_eq!(Recipe::default().to_toml().unwrap(), "");
+    }
+
+    #[test]
+    fn open_choices_are_those_of_the_recommended_scheme() {
+        let chosen = |scheme: Fp4Scheme| (scheme.method, scheme.rule);
+        let base = |text: &str| chosen(Recipe::parse(text).unwrap().base().unwrap());
+        assert_eq!(base(""), (Method::SSE, ScaleRule::Te));
+        assert_eq!(base("rule = 'te-division'"), (Method::SSE, ScaleRule::TeDivision));
+        assert_eq!(base("format = 'mxfp4'"), (Method::Amax, ScaleRule::Even));
+        // A method alone has the first rule of the format.
+        assert_eq!(base("format = 'mxfp4'\nmethod = 'amax'"), (Method::Amax, ScaleRule::Floor));
+        assert_eq!(base("format = 'mxfp4'\nrule = 'ceil'"), (Method::Amax, ScaleRule::Ceil));
+        let table = Recipe::parse("[[weights]]\nnames = ['a']\nformat = 'mxfp4'").unwrap();
+        let schemes = table.schemes().unwrap();
+        assert_eq!(schemes[0].map(chosen), Some((Method::Amax, ScaleRule::Even)));
     }
 
     #[test]

@@ -22,7 +22,6 @@ use crate::gptq::Gptq;
 /// assert_eq!("sse-weighted".parse(), Ok(Method::Sse(Sse::Weighted)));
 /// let method = Method::Gptq(Gptq { damping: 0.1, ..Gptq::DEFAULT });
 /// assert_eq!(method.to_string(), "gptq (damping 0.1)");
-/// assert_eq!(Method::default(), Method::SSE);
 /// assert!(method.needs_inputs() && !Method::SSE.needs_inputs());
 /// assert_eq!((method.row().name, method.needs()), ("gptq", Needs::Gram));
 /// assert_eq!(method.gptq().map(|options| options.damping), Some(0.1));
@@ -142,6 +141,7 @@ pub enum Needs {
 
 /// A [`Method`] with a name, and its facts.
 #[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct MethodRow {
     /// Name in tables, in files and on command lines.
     pub name: &'static str,
@@ -173,6 +173,9 @@ impl MethodRow {
 impl Method {
     /// [`Sse`](Self::Sse) without options.
     pub const SSE: Self = Self::Sse(Sse::Uniform);
+    /// The method of weights without the statistics of inputs that another method needs. It keeps
+    /// rule and tensor scale, which weights may share.
+    pub const FALLBACK: Self = Self::SSE;
     /// [`FourOverSix`](Self::FourOverSix) with the options of TransformerEngine.
     pub const FOUR_OVER_SIX: Self =
         Self::FourOverSix { range: E4m3Range::E256, error: ErrorMetric::Mse };
@@ -322,12 +325,6 @@ impl Method {
     #[must_use]
     pub const fn sums_matrices(self) -> bool {
         matches!(self, Self::Sse(Sse::TensorScale) | Self::Gptq(_))
-    }
-}
-
-impl Default for Method {
-    fn default() -> Self {
-        Self::SSE
     }
 }
 

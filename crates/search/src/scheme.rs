@@ -104,6 +104,27 @@ impl Fp4Scheme {
         }
     }
 
+    /// Returns the scheme that `fp4 quantize` uses for a format if nothing is known of the inputs:
+    /// in NVFP4 [`Method::SSE`]; in MXFP4 [`Method::Amax`] with the rule
+    /// [`Even`](ScaleRule::Even), which loses less than `sse` on both language models of the table
+    /// *Methods without data on two language models* in `docs/benchmarks`. In NVFP4 no method is
+    /// better than `sse` on both by more than two standard errors.
+    ///
+    /// ```
+    /// use burn_fp4_search::formats::Fp4Format;
+    /// use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
+    ///
+    /// let scheme = Fp4Scheme::recommended(Fp4Format::MxFp4);
+    /// assert_eq!((scheme.method, scheme.rule), (Method::Amax, ScaleRule::Even));
+    /// assert_eq!(Fp4Scheme::recommended(Fp4Format::NvFp4).method, Method::SSE);
+    /// ```
+    pub const fn recommended(format: Fp4Format) -> Self {
+        match format {
+            Fp4Format::NvFp4 => Self::nvfp4().with_method(Method::SSE),
+            Fp4Format::MxFp4 => Self::of(ScaleRule::Even),
+        }
+    }
+
     /// Sets the rule. The block size stays the same.
     pub const fn with_rule(mut self, rule: ScaleRule) -> Self {
         self.rule = rule;

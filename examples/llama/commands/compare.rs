@@ -6,13 +6,13 @@ use anyhow::Result;
 use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
-    Budget, Calibration, CalibrationOptions, Candidate, Fp4Config, Fp4Format, Fp4Module, Gptq,
-    Method, ScaleRule, Sse, Unused,
+    Budget, Calibration, CalibrationOptions, Candidate, Fp4Config, Fp4Format, Fp4Module, Fp4Scheme,
+    Gptq, Method, ScaleRule, Sse, Unused,
 };
 use examples::table::{figure, table};
 use llama::{
     Batches, CalibrationWindows, Fidelity, Folder, Llama, Tokens, Windows, fidelity, fp4_config,
-    sensitivity,
+    scheme, sensitivity,
 };
 use serde::Serialize;
 
@@ -138,8 +138,8 @@ impl Comparison<'_> {
 
     /// Returns the configuration of GPTQ, with the damping of the options.
     fn gptq(&self, format: Fp4Format) -> Fp4Config {
-        let config = fp4_config(self.dense, format, Method::GPTQ);
-        config.method(Method::Gptq(Gptq { damping: self.arguments.damping, ..Gptq::DEFAULT }))
+        let options = Gptq { damping: self.arguments.damping, ..Gptq::DEFAULT };
+        fp4_config(self.dense, scheme(format, Method::Gptq(options)))
     }
 
     /// Quantizes the model with a configuration.
@@ -154,7 +154,7 @@ impl Comparison<'_> {
         let mut models = Vec::new();
         let methods = Method::NAMED.into_iter().filter(|row| !row.calibrated);
         for row in methods.filter(|row| row.formats.contains(&format)) {
-            let mut config = fp4_config(self.dense, format, row.method);
+            let mut config = fp4_config(self.dense, scheme(format, row.method));
             if row.method == Method::Sse(Sse::TensorScale) {
                 // It chooses a tensor scale for every weight, so layers cannot share one.
                 config.share_scale.clear();
@@ -164,8 +164,7 @@ impl Comparison<'_> {
         let own = ScaleRule::of_format(format);
         let of_format = |rule: &ScaleRule| rule.row().format == format && *rule != own;
         for rule in ScaleRule::ALL.into_iter().filter(of_format) {
-            let mut config = fp4_config(self.dense, format, Method::Amax);
-            config.scheme = config.scheme.with_rule(rule);
+            let config = fp4_config(self.dense, Fp4Scheme::of(rule));
             models.push((format!("amax, {rule}"), self.quantized(&config)?));
         }
         self.measured(models)
@@ -179,7 +178,8 @@ impl Comparison<'_> {
         calibration: &Calibration,
     ) -> Result<Vec<Named<Fidelity>>> {
         let Self { arguments, dense, tokens, device } = *self;
-        let hessian = fp4_config(dense, format, Method::Hessian).with_calibration(calibration);
+        let hessian = fp4_config(dense, scheme(format, Method::Hessian));
+        let hessian = hessian.with_calibration(calibration);
         let gptq = self.gptq(format);
         let mut sequential = dense.clone();
         self.windows(seed).quantize_sequential(&mut sequential, &gptq, tokens, device)?;

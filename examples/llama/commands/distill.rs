@@ -9,7 +9,7 @@ use burn::tensor::Device;
 use burn_fp4::{Fp4Format, Fp4Module, Fp4Report, Method, WriteReport};
 use examples::progress;
 use examples::training::Schedule;
-use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config, methods};
+use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config, methods, scheme};
 use serde::Serialize;
 
 use super::quantize::OutputOptions;
@@ -101,7 +101,7 @@ impl Distillation {
         ensure!(self.steps > 0, "--steps: expected at least 1, found 0");
         let mut student = teacher.clone().train();
         // Fake quantization needs a tensor scale for each weight.
-        let mut config = fp4_config(teacher, format, self.distill_method);
+        let mut config = fp4_config(teacher, scheme(format, self.distill_method));
         config.share_scale.clear();
         student.fake_quantize_fp4(&config)?;
         let schedule =

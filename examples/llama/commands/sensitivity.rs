@@ -12,7 +12,7 @@ use burn_fp4::{
 use examples::table::{figure, table};
 use llama::{
     Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, divergence, fp4_config, methods,
-    names, perplexity, quantized_alone, rank_correlation, sensitivity,
+    names, perplexity, quantized_alone, rank_correlation, scheme, sensitivity,
 };
 use serde::Serialize;
 
@@ -57,6 +57,9 @@ pub(crate) struct Arguments {
     text: TextOptions,
     #[command(flatten)]
     device: DeviceOptions,
+    /// Print a row for each layer, instead of one for layers of the same pattern of names.
+    #[arg(long)]
+    all: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -97,7 +100,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let folder = Folder::open(&arguments.folder)?;
     let (dense, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    let mut config = fp4_config(&dense, Fp4Format::NvFp4, arguments.method);
+    let mut config = fp4_config(&dense, scheme(Fp4Format::NvFp4, arguments.method));
     if arguments.method == Method::Sse(Sse::TensorScale) {
         // The method chooses a tensor scale for each weight: none are shared.
         config.share_scale.clear();
@@ -224,7 +227,11 @@ impl Model<'_> {
 }
 
 fn lines(arguments: &Arguments, report: &Report) -> String {
-    let mut lines = vec![report.sensitivity.to_string()];
+    let sensitivity = &report.sensitivity;
+    let mut lines = vec![match arguments.all {
+        true => format!("{sensitivity:#}"),
+        false => sensitivity.to_string(),
+    }];
     if !report.measured.is_empty() {
         lines.push("Rank correlation with the measured divergence, each layer alone:".to_owned());
         let cells = report.measured.iter().map(|one| {

@@ -222,7 +222,7 @@ impl<'q> Quantizer<'q> {
                 let part = Part::of(group, at, members.clone());
                 let mut known = self.known(group, members.start, at, how)?;
                 let unseen = matches!(known, Known::Unseen);
-                let fallback = how.with_method(Method::default());
+                let fallback = how.with_method(Method::FALLBACK);
                 let used = if unseen { &fallback } else { how };
                 let packed = quantize(part, used, known.given(used))?;
                 for member in members.clone() {

@@ -50,7 +50,8 @@ pub(super) struct Options {
     /// The arithmetic of scales, such as te (TransformerEngine 2.14 and later) or te-division
     /// (earlier versions): how the largest magnitude of a block becomes its scale. A method that
     /// searches for block scales, such as sse, tries others than that of the rule, which then only
-    /// makes the tensor scale and divides the values.
+    /// makes the tensor scale and divides the values. The default is te for nvfp4, and floor for
+    /// mxfp4, but even without --method.
     #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(rule_name)))]
     rule: Option<ScaleRule>,
     // The help lists the presets.
@@ -91,8 +92,8 @@ pub(super) struct Options {
 }
 
 /// The help of `--method`.
-const METHOD: &str =
-    "How scales and codes are chosen. The default is sse; methods with a star need --calibration";
+const METHOD: &str = "How scales and codes are chosen. The default is sse for nvfp4, and amax \
+                      with --rule even for mxfp4; methods with a star need --calibration";
 /// The help of `--preset`.
 const PRESET: &str = "Which weights to quantize, chosen by their names";
 

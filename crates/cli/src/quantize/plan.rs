@@ -142,7 +142,7 @@ impl Report {
             Some((model.weights[*at].name.as_str(), (tally.fallback()?, whole)))
         };
         let notes: BTreeMap<&str, (String, bool)> = tallies.iter().filter_map(note).collect();
-        let method = Method::default();
+        let method = Method::FALLBACK;
         let mut first = None;
         for row in &mut self.weights {
             let Some((note, whole)) = notes.get(row.name.as_str()) else { continue };
@@ -272,15 +272,15 @@ fn sharing(model: &Model<'_>, group: &[usize], at: usize) -> [Option<String>; 2]
     ]
 }
 
-/// The method and the rule of a scheme where they are not those of the base, or of another format
-/// the usual ones.
+/// Names the method and the rule of a scheme that differ from the base, or in another format from
+/// the recommended scheme.
 fn difference(scheme: &Fp4Scheme, base: &Fp4Scheme) -> String {
     let usual = match scheme.format() == base.format() {
-        true => base.rule,
-        false => ScaleRule::of_format(scheme.format()),
+        true => *base,
+        false => Fp4Scheme::recommended(scheme.format()),
     };
-    let method = (scheme.method != base.method).then(|| scheme.method.to_string());
-    let rule = (scheme.rule != usual).then(|| format!("rule {}", scheme.rule));
+    let method = (scheme.method != usual.method).then(|| scheme.method.to_string());
+    let rule = (scheme.rule != usual.rule).then(|| format!("rule {}", scheme.rule));
     method.into_iter().chain(rule).collect::<Vec<_>>().join(", ")
 }
 

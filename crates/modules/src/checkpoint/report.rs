@@ -41,6 +41,7 @@ pub struct LoadedParameter {
 
 /// A tensor of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct LoadedFrom {
     /// Name of the weight in the file, without the endings of its parts.
     pub tensor: String,

@@ -137,11 +137,11 @@ impl WeightTask<'_> {
         }
     }
 
-    /// Returns the method asked for if there are the statistics that it takes, otherwise the one
-    /// with the smallest squared error.
+    /// Returns the method asked for if there are the statistics that it takes, otherwise
+    /// [`Method::FALLBACK`].
     pub(crate) fn method_used(&self) -> MethodUsed {
         let asked = self.plan.scheme.method;
-        let all = |fallback| MethodUsed { method: Method::SSE, fallback: Some(fallback) };
+        let all = |fallback| MethodUsed { method: Method::FALLBACK, fallback: Some(fallback) };
         if !asked.needs_inputs() {
             return MethodUsed { method: asked, fallback: None };
         }
@@ -229,7 +229,9 @@ pub(crate) fn quantize_without_inputs<const D: usize>(
 ) -> Result<Fp4Tensor<D>, OpsError> {
     match scheme.method {
         Method::Sse(Sse::TensorScale) => quantize_with_best_tensor_scale(dense, axis, scheme),
-        method if method.needs_inputs() => quantize(dense, axis, &scheme.with_method(Method::SSE)),
+        method if method.needs_inputs() => {
+            quantize(dense, axis, &scheme.with_method(Method::FALLBACK))
+        }
         _ => quantize(dense, axis, scheme),
     }
 }

@@ -2,6 +2,7 @@
 
 use core::fmt;
 
+use burn_fp4_policy::fold::{Folded, fold};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Fp4Config;
@@ -11,7 +12,8 @@ use super::candidate::Candidate;
 
 /// Errors that [`fp4_sensitivity`](crate::Fp4Module::fp4_sensitivity) measured.
 ///
-/// Displayed it is a table. Serialized it has everything but the calibration.
+/// Displays a table with a row for each pattern of names; `{:#}` has a row for each group.
+/// Serialized it has everything but the calibration.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -26,6 +28,7 @@ use super::candidate::Candidate;
 /// assert!(group.bits(packed) < 4.6 && group.bits(dense) == 32.0);
 /// assert_eq!((packed.error(), dense.error()), (None, Some(0.0))); // no calibration
 /// assert!(sensitivity.html(None).contains("nvfp4/16"));
+/// println!("{sensitivity}");
 /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -90,13 +93,26 @@ impl CandidateSensitivity {
 
 impl fmt::Display for Sensitivity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let groups = self.groups.iter();
+        let alone = |(at, group)| Folded::alone(first(group), at);
+        let folded: Vec<Folded> = match f.alternate() {
+            true => groups.enumerate().map(alone).collect(),
+            false => fold(groups.map(|group| {
+                let known = |one: &CandidateSensitivity| {
+                    (one.candidate.to_string(), one.output_error.is_some(), one.loss.is_some())
+                };
+                let candidates: Vec<_> = group.candidates.iter().map(known).collect();
+                (first(group), (others(group), candidates))
+            })),
+        };
         let mut rows = Vec::new();
-        for group in &self.groups {
+        for Folded { name, members } in &folded {
+            let members: Vec<_> = members.iter().map(|&at| &self.groups[at]).collect();
+            let group = &united(&members);
+            let paths: Vec<_> = core::iter::once(name.clone()).chain(others(group)).collect();
             for (at, candidate) in group.candidates.iter().enumerate() {
                 let mut row = row(group, candidate);
-                if at > 0 {
-                    row[0].clear();
-                }
+                row[0] = if at == 0 { paths.join("\n") } else { String::new() };
                 rows.push(row);
             }
         }
@@ -105,8 +121,49 @@ impl fmt::Display for Sensitivity {
             f,
             "{}\nweight %, output %: error relative to the norm of the weight, of the outputs",
             table(header, rows, 2)
-        )
+        )?;
+        if folded.iter().any(|folded| folded.members.len() > 1) {
+            f.write_str(
+                "\na row of several weights: their largest errors, the sum of their losses",
+            )?;
+        }
+        Ok(())
     }
+}
+
+/// Returns the first path of a group.
+fn first(group: &GroupSensitivity) -> &str {
+    group.paths.first().map_or("", String::as_str)
+}
+
+/// Returns all paths of a group but the first, each without the components that it shares with the
+/// first.
+fn others(group: &GroupSensitivity) -> Vec<String> {
+    let own = |path: &String| {
+        let parts = path.split('.').zip(first(group).split('.'));
+        let shared = parts.take_while(|(one, other)| one == other);
+        let begin: usize = shared.map(|(part, _)| part.len() + 1).sum();
+        format!("+ {}", path.get(begin..).unwrap_or(path))
+    };
+    group.paths.iter().skip(1).map(own).collect()
+}
+
+/// Returns groups with the same candidates as one: their bytes, largest errors and sum of losses.
+fn united(groups: &[&GroupSensitivity]) -> GroupSensitivity {
+    // NaN is the largest.
+    let largest = |all: f64, one: f64| if one.is_nan() { one } else { all.max(one) };
+    let mut united = groups[0].clone();
+    for group in &groups[1..] {
+        united.values += group.values;
+        for (all, one) in united.candidates.iter_mut().zip(&group.candidates) {
+            all.bytes += one.bytes;
+            all.weight_error = largest(all.weight_error, one.weight_error);
+            all.output_error =
+                all.output_error.zip(one.output_error).map(|(all, one)| largest(all, one));
+            all.loss = all.loss.zip(one.loss).map(|(all, one)| all + one);
+        }
+    }
+    united
 }
 
 /// Returns the cells of a candidate. Errors are square roots, as in reports. A dense one has none.
@@ -123,4 +180,57 @@ pub(super) fn row(group: &GroupSensitivity, candidate: &CandidateSensitivity) ->
     let [weight, outputs, loss] = errors;
     let bits = format!("{:.3}", group.bits(candidate));
     [group.paths.join("\n"), candidate.candidate.to_string(), bits, weight, outputs, loss]
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_ops::Fp4Scheme;
+
+    use super::*;
+
+    fn group(paths: &[String], weight_error: f64, loss: Option<f64>) -> GroupSensitivity {
+        let candidate = Candidate::Fp4(Fp4Scheme::nvfp4());
+        let of = |candidate, weight_error, loss| CandidateSensitivity {
+            candidate,
+            bytes: 36,
+            weight_error,
+            output_error: None,
+            loss,
+        };
+        let dense = of(Candidate::Dense, 0.0, Some(0.0));
+        let candidates = vec![of(candidate, weight_error, loss), dense];
+        GroupSensitivity { paths: paths.to_vec(), values: 64, candidates }
+    }
+
+    #[test]
+    fn groups_of_one_pattern_are_a_row_with_the_largest_errors_and_the_sum_of_losses() {
+        let family =
+            |layer: usize| ["attn.q", "attn.k"].map(|name| format!("layers.{layer}.{name}.weight"));
+        let groups = vec![
+            group(&family(0), 0.01, Some(0.5)),
+            group(&family(1), 0.04, Some(0.25)),
+            group(&["head.weight".to_owned()], 0.0225, None),
+        ];
+        let sensitivity = Sensitivity { groups, config: Fp4Config::nvfp4() };
+        let folded = sensitivity.to_string();
+        let lines: Vec<&str> = folded.lines().collect();
+        assert!(lines[2].starts_with("layers.{0..1}.attn.q.weight"), "{folded}");
+        assert!(lines[3].starts_with("+ k.weight"), "{folded}");
+        let figures: Vec<&str> = lines[2].split_whitespace().skip(1).collect();
+        assert_eq!(figures, ["nvfp4/16", "4.500", "20.000", "7.500e-1"], "{folded}");
+        assert!(folded.contains("15.000"), "{folded}");
+        assert!(folded.ends_with("the sum of their losses"), "{folded}");
+        let all = format!("{sensitivity:#}");
+        for own in ["layers.0.attn.q.weight", "layers.1.attn.q.weight", "5.000e-1", "2.500e-1"] {
+            assert!(all.contains(own), "{all}");
+        }
+        assert!(!all.contains("the sum of"), "{all}");
+        // What is known of one layer alone is not lost.
+        let mut apart = sensitivity;
+        apart.groups[1].candidates[0].output_error = Some(0.09);
+        let apart = apart.to_string();
+        for own in ["layers.0.attn.q.weight", "layers.1.attn.q.weight", "30.000"] {
+            assert!(apart.contains(own), "{apart}");
+        }
+    }
 }

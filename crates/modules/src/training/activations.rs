@@ -46,6 +46,7 @@ pub enum ActivationRange {
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[must_use]
+#[non_exhaustive]
 pub struct FakeQuantizeConfig {
     /// Length of the last axis, which the blocks run along.
     pub channels: usize,

@@ -244,12 +244,19 @@ fn gptq_calibrates_once_or_layer_by_layer() {
     let (folder, device) = (folder("genesis"), Device::flex());
     let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), BOOK, 0.1).unwrap();
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
+    let model = load::<Linear>(&folder);
+    for method in [None, Some(Method::SSE)] {
+        let (format, damping) = (Fp4Format::NvFp4, Some(0.1));
+        let options = QuantizeOptions { format, method, sequential: false, damping, calibration };
+        let error = options.config(&model).expect_err("no damping without GPTQ").to_string();
+        assert!(error.contains("--damping is for --method gptq"), "{error}");
+    }
     for sequential in [false, true] {
         let (format, damping, method) = (Fp4Format::NvFp4, Some(0.1), Method::GPTQ);
         let options =
             QuantizeOptions { format, method: Some(method), sequential, damping, calibration };
         let mut model = load::<Linear>(&folder);
-        let config = options.config(&model);
+        let config = options.config(&model).expect("a configuration");
         let report = options.apply(&mut model, &config, &tokens, &device).expect("quantized");
         assert_eq!(report.quantized().count(), 28);
         let fell = |one: &ParameterReport| match &one.outcome {

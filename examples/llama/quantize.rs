@@ -1,6 +1,6 @@
 //! Quantization of a model with a format and a method, calibrated on a text.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use burn::tensor::{Device, Int, Tensor};
 use burn_fp4::ops::is_host;
 use burn_fp4::{
@@ -27,7 +27,7 @@ pub struct QuantizeOptions {
     #[arg(long)]
     pub sequential: bool,
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
-    #[arg(long, requires = "method")]
+    #[arg(long)]
     pub damping: Option<f64>,
     /// Windows to calibrate on.
     #[command(flatten)]
@@ -71,15 +71,19 @@ pub fn fp4_config<L: Projection>(model: &Llama<L>, scheme: Fp4Scheme) -> Fp4Conf
 
 impl QuantizeOptions {
     /// Returns the configuration for a model.
-    pub fn config<L: Projection>(&self, model: &Llama<L>) -> Fp4Config {
+    ///
+    /// # Errors
+    /// A damping for a method other than GPTQ.
+    pub fn config<L: Projection>(&self, model: &Llama<L>) -> Result<Fp4Config> {
         let scheme = match (self.method, self.damping) {
-            (None, _) => Fp4Scheme::recommended(self.format),
             (Some(Method::Gptq(options)), Some(damping)) => {
                 scheme(self.format, Method::Gptq(Gptq { damping, ..options }))
             }
-            (Some(method), _) => scheme(self.format, method),
+            (_, Some(_)) => bail!("--damping is for --method gptq and gptq-textbook; remove it"),
+            (None, None) => Fp4Scheme::recommended(self.format),
+            (Some(method), None) => scheme(self.format, method),
         };
-        fp4_config(model, scheme)
+        Ok(fp4_config(model, scheme))
     }
 
     /// Quantizes a model with a configuration, from [`config`](Self::config) or from a file.

@@ -47,9 +47,6 @@ pub fn squared_error(
     })
 }
 
-/// Bits of infinity.
-const INFINITY: u32 = 0x7F80_0000;
-
 fn launch<E: Int>(
     client: &Client,
     values: Handle,
@@ -132,7 +129,8 @@ fn squared_error_kernel<E: Int, N: Size, W: Size>(
                 widen::<E, N>(values[(first + index * dims.inner) as usize], 0u32, thread_tile);
             let element = element_value(word << comptime!(28 - 4 * index));
             let restored = (element * scale) * decode;
-            let restored = select(restored.abs() >= overflow, f32::reinterpret(INFINITY), restored);
+            let infinity = f32::reinterpret(0x7F80_0000u32);
+            let restored = select(restored.abs() >= overflow, infinity, restored);
             add_square(&mut of_item, 0usize, restored - value);
             add_square(&mut of_item, comptime!(RANGES.len()), value);
         }

@@ -90,7 +90,7 @@ impl Tally {
         self.unseen = [self.unseen[0] + other.unseen[0], self.unseen[1] + other.unseen[1]];
     }
 
-    /// Describes the matrices that were quantized by the default method, as their statistics are
+    /// Describes the matrices that were quantized by [`Method::FALLBACK`], as their statistics are
     /// all zero.
     pub(crate) fn fallback(&self) -> Option<String> {
         let method = Method::FALLBACK;

@@ -116,3 +116,45 @@ pub(crate) fn in_mxfp4<T: HostElement>(
     }
     sums
 }
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_search::quantize;
+
+    use super::*;
+
+    #[test]
+    fn mxfp4_is_measured_by_the_scheme_that_its_format_has_without_other_options() {
+        let (rows, cols) = (8, 64);
+        // Rows of other magnitudes, whose powers of two the schemes choose differently.
+        let value = |at: usize| (at as f32 * 0.7).sin().powi(3) * (1.0 + (at / cols) as f32 * 0.13);
+        let values: Vec<f32> = (0..rows * cols).map(value).collect();
+        let of = |scheme: Fp4Scheme| quantize(&values, rows, cols, &scheme).expect("quantized");
+        let sums = |scheme: Fp4Scheme| {
+            let mut sums = [0.0; 2];
+            for (before, after) in values.chunks(16).zip(of(scheme).dequantize().chunks(16)) {
+                let pairs = before.iter().zip(after).map(|(&a, &b)| (f64::from(a), f64::from(b)));
+                let squares = pairs.fold([0.0; 2], |[change, energy], (before, after)| {
+                    [change + (after - before).powi(2), energy + before * before]
+                });
+                add(&mut sums, squares);
+            }
+            sums
+        };
+        let usual = Fp4Scheme::recommended(Fp4Format::NvFp4);
+        let packed = of(usual);
+        let measured = |method| in_mxfp4(&values, (&packed).into(), View::rows(rows, cols), method);
+        let even = Fp4Scheme::recommended(Fp4Format::MxFp4);
+        for (method, expected) in [
+            (usual.method, even),
+            (Method::GPTQ, even),
+            (Method::Amax, Method::Amax.scheme(Fp4Format::MxFp4, 32)),
+        ] {
+            let ([found, count], [error, blocks]) = (measured(method), sums(expected));
+            assert_eq!(count, blocks);
+            assert!((found - error).abs() < 1e-9, "{method}: {found}, not {error}");
+        }
+        let by_sse = sums(Method::SSE.scheme(Fp4Format::MxFp4, 32))[0];
+        assert!((sums(even)[0] - by_sse).abs() > 1e-6, "{by_sse}: the schemes have other errors");
+    }
+}

@@ -11,7 +11,7 @@ use burn_fp4_formats::power_of_two;
 pub struct MagnitudeRange {
     /// The first magnitude beyond the range.
     pub end: f32,
-    /// What values are multiplied by before they are squared.
+    /// Factor of a value before it is squared, a power of two.
     pub factor: f32,
 }
 

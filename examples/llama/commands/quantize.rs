@@ -73,7 +73,7 @@ struct Report {
 /// Returns the configuration and the dialect that the options or the recipe ask for.
 fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Config, String)> {
     let Some(path) = &arguments.recipe else {
-        return Ok((arguments.options.config(model), arguments.output.dialect_or(None)));
+        return Ok((arguments.options.config(model)?, arguments.output.dialect_or(None)));
     };
     let mut recipe = burn_fp4::Recipe::read(path)?;
     ensure!(

@@ -20,10 +20,20 @@ pub(super) struct Chunk {
     /// Integers of the even channels, whose codes are the lower ones of bytes.
     pub(super) even: [i8; CHUNK / 2],
     pub(super) odd: [i8; CHUNK / 2],
-    /// Half of the scale of each lane's block; elements are doubled.
+    /// Half of the scale of each block, in the order of [`block_lane`]; elements are doubled.
     pub(super) half_scales: [f32; LANES],
-    /// `-OFFSET` times the sum of the integers of each lane's block.
+    /// `-OFFSET` times the sum of the integers of each block, in the same order.
     pub(super) offsets: [i32; LANES],
+}
+
+/// Returns the first lane of a block, when products of `R` packed rows share the lanes: in each
+/// four, two blocks of the first row and then of the second, or one block of each of four rows.
+#[inline(always)]
+pub(super) fn block_lane<const R: usize>(block: usize) -> usize {
+    match R {
+        2 => block / 2 * 4 + block % 2,
+        _ => 4 * block,
+    }
 }
 
 impl Chunk {
@@ -83,17 +93,17 @@ impl<T: HostElement> WithSimd for Quantize<'_, T> {
             let mut values = [0.0; CHUNK];
             T::read(input, &mut values[..input.len()]);
             match self.block_size {
-                16 => chunk.round::<16>(&values),
-                _ => chunk.round::<32>(&values),
+                16 => chunk.round::<16, 2>(&values),
+                _ => chunk.round::<32, 4>(&values),
             }
         }
     }
 }
 
 impl Chunk {
-    /// Rounds blocks of `B` values.
+    /// Rounds blocks of `B` values, for products of `R` packed rows at a time.
     #[inline(always)]
-    fn round<const B: usize>(&mut self, values: &[f32; CHUNK]) {
+    fn round<const B: usize, const R: usize>(&mut self, values: &[f32; CHUNK]) {
         let mut integers = [0; CHUNK];
         let blocks = values.as_chunks::<B>().0.iter().zip(integers.as_chunks_mut::<B>().0);
         for (block, (values, integers)) in blocks.enumerate() {
@@ -113,7 +123,8 @@ impl Chunk {
             for integer in integers {
                 sum += *integer;
             }
-            for lane in block * B / 8..(block + 1) * B / 8 {
+            for row in 0..R {
+                let lane = block_lane::<R>(block) + row * 4 / R;
                 self.half_scales[lane] = 0.5 * scale;
                 self.offsets[lane] = -OFFSET * sum;
             }
@@ -162,7 +173,8 @@ mod tests {
                     })
                     .collect();
                 let chunk = &input.row(0)[index * block_size / CHUNK];
-                let lane = index * block_size % CHUNK / 8;
+                let block = index % (CHUNK / block_size);
+                let lane = if block_size == 16 { block_lane::<2>(block) } else { 4 * block };
                 assert_eq!(chunk.half_scales[lane].is_finite(), scale.is_finite(), "{block:?}");
                 if scale.is_finite() {
                     assert_eq!(found, expected, "{block:?}");

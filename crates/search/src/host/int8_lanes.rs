@@ -61,10 +61,18 @@ pub(super) trait Lanes: Copy {
     }
     fn repeat_int(self, value: i32) -> Self::Ints;
     fn add_ints(self, left: Self::Ints, right: Self::Ints) -> Self::Ints;
-    /// Adds neighboring lanes of two vectors: a0 + a1, b0 + b1, a2 + a3, ..
+    /// Adds neighboring lanes of two vectors: a0 + a1, a2 + a3, b0 + b1, b2 + b3, a4 + a5, ..
     fn pair_sums(self, a: Self::Ints, b: Self::Ints) -> Self::Ints;
-    /// Adds every four lanes of four vectors: a0 + a1 + a2 + a3, b0 + .., c0 + .., d0 + .., a4 + ..
-    fn quad_sums(self, vectors: [Self::Ints; 4]) -> Self::Ints;
+    /// Adds the products of each block of `R` rows: in each four lanes two blocks of 16 channels
+    /// of the first row and then of the second, or a block of 32 channels of each of four rows.
+    #[inline(always)]
+    fn block_dots<const R: usize>(
+        self,
+        elements: [[Self::Bytes; 2]; R],
+        integers: [Self::Bytes; 2],
+    ) -> Self::Ints {
+        block_dots(self, elements, integers)
+    }
 
     fn to_floats(self, ints: Self::Ints) -> Self::Floats;
     #[inline(always)]
@@ -80,15 +88,37 @@ pub(super) trait Lanes: Copy {
     fn mul(self, left: Self::Floats, right: Self::Floats) -> Self::Floats;
     /// Computes `a * b + c`, rounded once.
     fn mul_add(self, a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    /// Takes a byte of each word, the lowest first, then the next of each, up to 16 bytes.
+    /// Takes bytes of each word in turn, the lowest first: two of 2 words, or one of 4.
     #[inline(always)]
     fn interleave<const R: usize>(self, words: [u64; R]) -> [u8; LANES] {
-        core::array::from_fn(|at| (words[at % R] >> (8 * (at / R))) as u8)
+        let together = 4 / R;
+        core::array::from_fn(|at| {
+            let byte = at / 4 * together + at % together;
+            (words[at % 4 / together] >> (8 * byte)) as u8
+        })
     }
     /// Decodes codes of E4M3 below 0x7F.
     fn e4m3(self, codes: [u8; LANES]) -> Self::Floats;
     /// Decodes codes of E8M0 below 0xFF.
     fn e8m0(self, codes: [u8; LANES]) -> Self::Floats;
+}
+
+/// Computes [`Lanes::block_dots`] from the sums of each lane.
+#[inline(always)]
+pub(super) fn block_dots<L: Lanes, const R: usize>(
+    lanes: L,
+    elements: [[L::Bytes; 2]; R],
+    integers: [L::Bytes; 2],
+) -> L::Ints {
+    let mut dots = [lanes.repeat_int(0); R];
+    for row in 0..R {
+        dots[row] = lanes.dot(dots[row], elements[row], integers);
+    }
+    let first = lanes.pair_sums(dots[0], dots[1]);
+    match R {
+        2 => first,
+        _ => lanes.pair_sums(first, lanes.pair_sums(dots[R - 2], dots[R - 1])),
+    }
 }
 
 /// Work for the instructions of a processor.
@@ -148,13 +178,10 @@ impl Lanes for Generic {
     #[inline(always)]
     fn pair_sums(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
         core::array::from_fn(|lane| {
-            let from = if lane % 2 == 0 { &a } else { &b };
-            from[lane & !1] + from[lane | 1]
+            let from = if lane % 4 < 2 { &a } else { &b };
+            let first = lane & !3 | lane % 2 * 2;
+            from[first] + from[first + 1]
         })
-    }
-    #[inline(always)]
-    fn quad_sums(self, vectors: [Self::Ints; 4]) -> Self::Ints {
-        core::array::from_fn(|lane| vectors[lane % 4][lane & !3..][..4].iter().sum())
     }
     #[inline(always)]
     fn to_floats(self, ints: Self::Ints) -> Self::Floats {

@@ -10,7 +10,7 @@ use super::arch::{is_worth_threads, per_microsecond};
 use super::decode::{prefetch, prefetch_distance};
 use super::dequantize::PackedView;
 use super::element::HostElement;
-use super::int8_input::{CHUNK, Chunk, Int8Input, LANES};
+use super::int8_input::{CHUNK, Chunk, Int8Input, LANES, block_lane};
 use super::int8_instructions::Instructions;
 use super::int8_lanes::{LaneWork, Lanes};
 use super::panels::{self, PANEL};
@@ -49,9 +49,27 @@ fn multiply(
 ) -> Vec<f32> {
     let panel_len = input.rows * LANES;
     let mut products = vec![0.0; outputs.div_ceil(LANES) * panel_len];
+    let last_rows = LastRows::new(weight, [outputs, channels], input.len);
     let multiply = |panel: &mut Panel, first_panel: usize, products: &mut [f32]| {
         let first = first_panel * LANES;
-        instructions.run(Int8Products { input, weight, outputs, channels, first, panel, products });
+        let rows = PackedRows { weight, last_rows: &last_rows, outputs, channels };
+        let valid = &mut false;
+        // A block has two or four lanes: two or four rows of the weight share a vector.
+        match (weight.format, weight.block_size) {
+            _ if input.rows >= MANY => false,
+            (Fp4Format::NvFp4, 16) => {
+                instructions.run(FewInputs::<2, 8> { input, rows, first, products, valid })
+            }
+            (Fp4Format::MxFp4, 32) => {
+                instructions.run(FewInputs::<4, 4> { input, rows, first, products, valid })
+            }
+            _ => false,
+        };
+        match weight.block_size {
+            _ if *valid => true,
+            16 => instructions.run(ManyInputs::<2, 8> { input, rows, first, panel, products }),
+            _ => instructions.run(ManyInputs::<4, 4> { input, rows, first, panel, products }),
+        };
     };
     if is_worth_threads(outputs * channels * input.rows, per_microsecond::PACKED_INT8) {
         let tasks = products.par_chunks_mut(TASK_PANELS * panel_len).enumerate();
@@ -62,6 +80,75 @@ fn multiply(
         multiply(&mut Panel::default(), 0, &mut products);
     }
     products
+}
+
+/// Packed rows as whole chunks. Where the last chunk is not whole, it continues with the codes and
+/// scales of the next row, for which the input has zeros.
+#[derive(Clone, Copy)]
+struct PackedRows<'a> {
+    weight: PackedView<'a>,
+    last_rows: &'a LastRows,
+    outputs: usize,
+    channels: usize,
+}
+
+/// Copies of the last rows, which nothing follows in memory, and zeros after them.
+struct LastRows {
+    first: usize,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+}
+
+impl LastRows {
+    fn new(weight: PackedView<'_>, [outputs, channels]: [usize; 2], chunks: usize) -> Self {
+        let missing = chunks * CHUNK - channels;
+        // Rows from here on end less than the missing channels before the end of the weight.
+        let first = outputs.saturating_sub(missing.div_ceil(channels));
+        let after = |values: &[u8], row_len: usize, missing: usize| {
+            let mut values = values[first * row_len..].to_vec();
+            if first < outputs {
+                values.resize(values.len() + missing, 0);
+            }
+            values
+        };
+        let block = weight.block_size;
+        Self {
+            first,
+            codes: after(weight.codes, channels / 2, missing / 2),
+            scales: after(weight.scales, channels / block, missing.div_ceil(block)),
+        }
+    }
+}
+
+impl<'a> PackedRows<'a> {
+    /// Returns the codes and scales of a row, and of what follows it. The rows after the last one
+    /// repeat it.
+    #[inline(always)]
+    fn row<const W: usize>(&self, row: usize) -> CodeRow<'a> {
+        let Self { weight, last_rows, outputs, channels } = *self;
+        let row = row.min(outputs - 1);
+        let (codes, scales, at) = match row.checked_sub(last_rows.first) {
+            None => (weight.codes, weight.scales, row),
+            Some(at) => (&last_rows.codes[..], &last_rows.scales[..], at),
+        };
+        let codes = &codes[at * channels / 2..];
+        let scales = &scales[at * (channels / (CHUNK / W))..];
+        let chunks = channels.div_ceil(CHUNK);
+        CodeRow {
+            codes: &codes.as_chunks().0[..chunks],
+            scales: &scales[..chunks * W],
+            tensor_scale: tensor_scale(weight, row),
+        }
+    }
+}
+
+/// A packed row in whole chunks.
+#[derive(Clone, Copy)]
+struct CodeRow<'a> {
+    codes: &'a [[u8; CHUNK / 2]],
+    /// Block scales.
+    scales: &'a [u8],
+    tensor_scale: f32,
 }
 
 /// Decoded packed rows, one in each lane.
@@ -80,110 +167,84 @@ struct Panel {
 #[repr(align(64))]
 struct Bytes([i8; 4 * LANES]);
 
-/// Computes the products of packed rows from `first` on.
-struct Int8Products<'a> {
+/// Computes the products of packed rows from `first` on with an input of few rows: codes are
+/// decoded into registers, `R` packed rows with `W` block scales a chunk at a time.
+struct FewInputs<'a, const R: usize, const W: usize> {
     input: &'a Int8Input,
-    weight: PackedView<'a>,
-    outputs: usize,
-    channels: usize,
+    rows: PackedRows<'a>,
+    first: usize,
+    products: &'a mut [f32],
+    /// Becomes true if no block scale is NaN or negative: otherwise products are wrong.
+    valid: &'a mut bool,
+}
+
+impl<const R: usize, const W: usize> LaneWork for FewInputs<'_, R, W> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let Self { input, rows, first, products, valid } = self;
+        let mut largest = [0; LANES];
+        let distance = prefetch_distance(R * rows.channels / 2);
+        let last = rows.outputs.min(first + products.len() / input.rows);
+        let (panels, _) = products.as_chunks_mut::<LANES>();
+        for row in (first..last).step_by(R) {
+            let mut weights = [rows.row::<W>(row); R];
+            for at in 1..R {
+                weights[at] = rows.row::<W>(row + at);
+            }
+            let (panel, lane) = ((row - first) / LANES * input.rows, row % LANES);
+            for from in (0..input.rows).step_by(4) {
+                match input.rows - from {
+                    1 => {
+                        let inputs = [input.row(from)];
+                        let sums =
+                            row_sums::<L, R, W, 1>(lanes, &weights, inputs, distance, &mut largest);
+                        panels[panel + from][lane..][..R].copy_from_slice(&sums[0]);
+                    }
+                    left => {
+                        let mut inputs = [input.row(from); 4];
+                        for at in 1..4 {
+                            // Rows beyond the last repeat it.
+                            inputs[at] = input.row((from + at).min(input.rows - 1));
+                        }
+                        let sums =
+                            row_sums::<L, R, W, 4>(lanes, &weights, inputs, distance, &mut largest);
+                        for (at, sums) in sums.iter().enumerate().take(left) {
+                            panels[panel + from + at][lane..][..R].copy_from_slice(sums);
+                        }
+                    }
+                }
+            }
+        }
+        let largest_valid = if rows.weight.format == Fp4Format::NvFp4 { 0x7E } else { 0xFE };
+        *valid = largest.iter().all(|&code| code <= largest_valid);
+    }
+}
+
+/// Computes the products of packed rows from `first` on with an input of many rows: codes are
+/// decoded into panels.
+struct ManyInputs<'a, const R: usize, const W: usize> {
+    input: &'a Int8Input,
+    rows: PackedRows<'a>,
     first: usize,
     panel: &'a mut Panel,
     products: &'a mut [f32],
 }
 
-impl LaneWork for Int8Products<'_> {
+impl<const R: usize, const W: usize> LaneWork for ManyInputs<'_, R, W> {
     #[inline(always)]
-    fn run<L: Lanes>(mut self, lanes: L) {
-        // A block has two or four lanes: two or four rows of the weight share a vector.
-        let few = self.input.rows < MANY;
-        let done = match (self.weight.format, self.weight.block_size) {
-            (Fp4Format::NvFp4, 16) if few => self.few::<L, 2, 8>(lanes),
-            (Fp4Format::MxFp4, 32) if few => self.few::<L, 4, 4>(lanes),
-            _ => false,
-        };
-        match self.weight.block_size {
-            _ if done => (),
-            16 => self.many::<L, 2, 8>(lanes),
-            _ => self.many::<L, 4, 4>(lanes),
-        }
-    }
-}
-
-impl Int8Products<'_> {
-    fn task_rows(&self) -> usize {
-        self.products.len() / self.input.rows
-    }
-
-    /// Multiplies an input with few rows: codes are decoded into registers. Returns false if a
-    /// block scale is NaN or negative, so that products are wrong.
-    #[inline(always)]
-    fn few<L: Lanes, const R: usize, const W: usize>(&mut self, lanes: L) -> bool {
-        let mut largest = [0; LANES];
-        let distance = prefetch_distance(R * self.channels / 2);
-        for row in (0..self.outputs.min(self.first + self.task_rows()) - self.first).step_by(R) {
-            let inputs = self.input.rows;
-            for from in (0..inputs).step_by(4) {
-                match inputs - from {
-                    1 => self.rows::<L, R, W, 1>(lanes, row, from, distance, &mut largest),
-                    _ => self.rows::<L, R, W, 4>(lanes, row, from, distance, &mut largest),
-                }
-            }
-        }
-        let valid = if self.weight.format == Fp4Format::NvFp4 { 0x7E } else { 0xFE };
-        largest.iter().all(|&code| code <= valid)
-    }
-
-    /// Multiplies `R` rows of the weight by `M` rows of the input, and updates the largest codes of
-    /// block scales.
-    #[inline(always)]
-    fn rows<L: Lanes, const R: usize, const W: usize, const M: usize>(
-        &mut self,
-        lanes: L,
-        row: usize,
-        from: usize,
-        distance: usize,
-        largest: &mut [u8; LANES],
-    ) {
-        let (input, weight, channels) = (self.input, self.weight, self.channels);
-        // Rows beyond the last repeat it.
-        let (first, last) = (self.first + row, self.outputs - 1);
-        let mut weights = [CodeRow::new::<W>(weight, first, channels); R];
-        for at in 1..R {
-            weights[at] = CodeRow::new::<W>(weight, last.min(first + at), channels);
-        }
-        let mut inputs = [input.row(from); M];
-        for at in 1..M {
-            inputs[at] = input.row((from + at).min(input.rows - 1));
-        }
-        let sums = row_sums::<L, R, W, M>(lanes, &weights, inputs, distance, largest);
-        let panel = &mut self.products[row / LANES * LANES * input.rows..];
-        for (to, sums) in (from..input.rows).zip(sums) {
-            for at in 0..R {
-                let tensor_scale = tensor_scale(weight, last.min(first + at));
-                panel[to * LANES + row % LANES + at] = sums[at] * tensor_scale;
-            }
-        }
-    }
-
-    /// Multiplies an input with many rows by decoded panels.
-    #[inline(always)]
-    fn many<L: Lanes, const R: usize, const W: usize>(self, lanes: L) {
-        let Self { input, weight, outputs, channels, first, panel, products } = self;
+    fn run<L: Lanes>(self, lanes: L) {
+        let Self { input, rows, first, panel, products } = self;
+        let blocks = rows.channels / rows.weight.block_size;
+        let values = scale_values(rows.weight.format);
         for (at, products) in products.chunks_mut(input.rows * LANES).enumerate() {
-            // Rows beyond the last repeat it.
-            let rows: [_; LANES] = from_fn(|lane| {
-                let row = (first + at * LANES + lane).min(outputs - 1);
-                CodeRow::new::<W>(weight, row, channels)
-            });
-            let values = scale_values(weight.format);
-            let scales =
-                from_fn(|lane| tensor_scale(weight, (first + at * LANES + lane).min(outputs - 1)));
+            let rows: [_; LANES] = from_fn(|lane| rows.row::<W>(first + at * LANES + lane));
+            let scales = rows.map(|row| row.tensor_scale);
             let steps = input.len.div_ceil(STEP);
             let step = input.len.div_ceil(steps);
             panel.sums.resize(if steps > 1 { input.rows * W } else { 0 }, [0.0; LANES]);
             for begin in (0..input.len).step_by(step) {
                 let chunks = begin..input.len.min(begin + step);
-                panel.decode::<L, W>(lanes, values, &rows, chunks.clone());
+                panel.decode::<L, W>(lanes, values, &rows, chunks.clone(), blocks);
                 let mut from = 0;
                 while from < input.rows {
                     let left = input.rows - from;
@@ -206,57 +267,6 @@ struct PanelTile<'a> {
     scales: &'a [f32; LANES],
 }
 
-/// A packed row, whose chunks have `W` block scales.
-#[derive(Clone, Copy)]
-struct CodeRow<'a> {
-    /// Codes of this row and of all that follow.
-    codes: &'a [u8],
-    /// Block scales, likewise.
-    scales: &'a [u8],
-    /// Number of block scales of this row.
-    blocks: usize,
-}
-
-impl<'a> CodeRow<'a> {
-    #[inline(always)]
-    fn new<const W: usize>(packed: PackedView<'a>, row: usize, channels: usize) -> Self {
-        let blocks = channels * W / CHUNK;
-        Self {
-            codes: &packed.codes[row * channels / 2..],
-            scales: &packed.scales[row * blocks..],
-            blocks,
-        }
-    }
-
-    /// Returns the number of whole chunks.
-    #[inline(always)]
-    fn whole<const W: usize>(&self) -> usize {
-        self.blocks / W
-    }
-
-    /// Returns the codes of the last chunk, with any codes beyond the last channel.
-    #[inline(always)]
-    fn last_codes<const W: usize>(&self) -> [u8; CHUNK / 2] {
-        let codes = &self.codes[self.whole::<W>() * CHUNK / 2..];
-        codes.first_chunk().copied().unwrap_or_else(|| {
-            let mut last = [0; CHUNK / 2];
-            last[..codes.len()].copy_from_slice(codes);
-            last
-        })
-    }
-
-    /// Returns the scale codes of the last chunk, with zeros beyond the last channel.
-    #[inline(always)]
-    fn last_scales<const W: usize>(&self) -> u64 {
-        let scales = &self.scales[self.whole::<W>() * W..];
-        let count = self.blocks % W;
-        match scales.first_chunk() {
-            Some(scales) => u64::from_le_bytes(*scales) & ((1 << (8 * count)) - 1),
-            None => scales[..count].iter().rev().fold(0, |word, &code| word << 8 | u64::from(code)),
-        }
-    }
-}
-
 /// Returns the tensor scale of a row.
 #[inline(always)]
 fn tensor_scale(packed: PackedView<'_>, row: usize) -> f32 {
@@ -271,7 +281,8 @@ fn word<const W: usize>(scales: &[u8; W]) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// Sums the products of `R` packed rows and `M` rows of the input. The first `R` sums count.
+/// Computes the products of `R` packed rows and `M` rows of the input, and updates the largest
+/// codes of block scales.
 #[inline(always)]
 fn row_sums<L: Lanes, const R: usize, const W: usize, const M: usize>(
     lanes: L,
@@ -279,33 +290,22 @@ fn row_sums<L: Lanes, const R: usize, const W: usize, const M: usize>(
     inputs: [&[Chunk]; M],
     distance: usize,
     largest: &mut [u8; LANES],
-) -> [[f32; LANES]; M] {
-    let whole = rows[0].whole::<W>();
+) -> [[f32; R]; M] {
+    let chunks = inputs[0].len();
     // Known lengths avoid bounds checks in the loop.
-    let mut codes = [&rows[0].codes.as_chunks::<{ CHUNK / 2 }>().0[..whole]; R];
-    let mut scales = [&rows[0].scales.as_chunks::<W>().0[..whole]; R];
+    let mut codes = [&rows[0].codes[..chunks]; R];
+    let mut scales = [&rows[0].scales.as_chunks::<W>().0[..chunks]; R];
     for row in 1..R {
-        codes[row] = &rows[row].codes.as_chunks().0[..whole];
-        scales[row] = &rows[row].scales.as_chunks().0[..whole];
+        codes[row] = &rows[row].codes[..chunks];
+        scales[row] = &rows[row].scales.as_chunks().0[..chunks];
     }
-    let mut last_codes = [[0; CHUNK / 2]; R];
     let mut sums = [lanes.repeat_float(0.0); M];
-    for chunk in 0..inputs[0].len() {
-        let (mut chunk_codes, mut words) = ([&[0; CHUNK / 2]; R], [0; R]);
-        if chunk < whole {
-            for row in 0..R {
-                prefetch(&codes[row][chunk], distance);
-                chunk_codes[row] = &codes[row][chunk];
-                words[row] = word::<W>(&scales[row][chunk]);
-            }
-        } else {
-            for row in 0..R {
-                last_codes[row] = rows[row].last_codes::<W>();
-                words[row] = rows[row].last_scales::<W>();
-            }
-            for (codes, last) in chunk_codes.iter_mut().zip(&last_codes) {
-                *codes = last;
-            }
+    for chunk in 0..chunks {
+        let (mut chunk_codes, mut words) = ([&codes[0][chunk]; R], [0; R]);
+        for row in 0..R {
+            prefetch(&codes[row][chunk], distance);
+            chunk_codes[row] = &codes[row][chunk];
+            words[row] = word::<W>(&scales[row][chunk]);
         }
         let mut chunks = [&inputs[0][chunk]; M];
         for to in 1..M {
@@ -317,21 +317,24 @@ fn row_sums<L: Lanes, const R: usize, const W: usize, const M: usize>(
         }
         add_chunk::<L, R, M>(lanes, chunk_codes, scales, chunks, &mut sums);
     }
-    let mut reduced = [[0.0; LANES]; M];
-    for (reduced, sums) in reduced.iter_mut().zip(sums) {
-        *reduced = lanes.store(sums);
-        let mut half = LANES / 2;
-        while half >= R {
+    let mut products = [[0.0; R]; M];
+    for (products, sums) in products.iter_mut().zip(sums) {
+        let mut sums = lanes.store(sums);
+        for half in [8, 4] {
             for lane in 0..half {
-                reduced[lane] += reduced[lane + half];
+                sums[lane] += sums[lane + half];
             }
-            half /= 2;
+        }
+        for row in 0..R {
+            let lane = 4 / R * row;
+            let sum = if R == 2 { sums[lane] + sums[lane + 1] } else { sums[lane] };
+            products[row] = sum * rows[row].tensor_scale;
         }
     }
-    reduced
+    products
 }
 
-/// Adds the products of a chunk. Lane `R * block + row` has the sums of a block of a row.
+/// Adds the products of a chunk, in the order of [`Lanes::block_dots`].
 #[inline(always)]
 fn add_chunk<L: Lanes, const R: usize, const M: usize>(
     lanes: L,
@@ -351,14 +354,7 @@ fn add_chunk<L: Lanes, const R: usize, const M: usize>(
     for to in 0..M {
         let input = inputs[to];
         let integers = [lanes.bytes(&input.even), lanes.bytes(&input.odd)];
-        let mut dots = [lanes.repeat_int(0); R];
-        for row in 0..R {
-            dots[row] = lanes.dot(dots[row], elements[row], integers);
-        }
-        let dots = match R {
-            2 => lanes.pair_sums(dots[0], dots[1]),
-            _ => lanes.quad_sums([dots[0], dots[1], dots[R - 2], dots[R - 1]]),
-        };
+        let dots = lanes.block_dots(elements, integers);
         let dots = lanes.to_floats(lanes.add_ints(dots, lanes.ints(&input.offsets)));
         let factors = lanes.mul(scales, lanes.floats(&input.half_scales));
         sums[to] = lanes.mul_add(dots, factors, sums[to]);
@@ -366,7 +362,7 @@ fn add_chunk<L: Lanes, const R: usize, const M: usize>(
 }
 
 impl Panel {
-    /// Decodes some chunks of 16 packed rows.
+    /// Decodes some chunks of 16 packed rows of `blocks` blocks.
     #[inline(always)]
     fn decode<L: Lanes, const W: usize>(
         &mut self,
@@ -374,24 +370,19 @@ impl Panel {
         values: &[f32; 256],
         rows: &[CodeRow<'_>; LANES],
         chunks: Range<usize>,
+        blocks: usize,
     ) {
         self.elements.clear();
         self.scales.clear();
         for chunk in chunks {
             let mut codes = [[0; LANES]; LANES];
+            // The scale of what follows a row may be NaN: there it stays 0.
             let mut scales = [[0.0; LANES]; W];
             for (lane, row) in rows.iter().enumerate() {
-                let last;
-                let row_codes = if chunk < row.whole::<W>() {
-                    &row.codes.as_chunks::<{ CHUNK / 2 }>().0[chunk]
-                } else {
-                    last = row.last_codes::<W>();
-                    &last
-                };
-                for (codes, &bytes) in codes.iter_mut().zip(row_codes.as_chunks().0) {
+                for (codes, &bytes) in codes.iter_mut().zip(row.codes[chunk].as_chunks().0) {
                     codes[lane] = u32::from_ne_bytes(bytes);
                 }
-                for (scales, &code) in scales.iter_mut().zip(&row.scales[chunk * W..row.blocks]) {
+                for (scales, &code) in scales.iter_mut().zip(&row.scales[chunk * W..blocks]) {
                     scales[lane] = values[usize::from(code)];
                 }
             }
@@ -440,7 +431,7 @@ impl Panel {
                 for to in 0..M {
                     let input = chunks[to];
                     let (even, odd) = (input.even.as_chunks().0, input.odd.as_chunks().0);
-                    let mut dots = lanes.repeat_int(input.offsets[R * block]);
+                    let mut dots = lanes.repeat_int(input.offsets[block_lane::<R>(block)]);
                     for pair in 0..R / 2 {
                         let quad = [
                             lanes.bytes(&elements[4 * pair].0),
@@ -457,7 +448,7 @@ impl Panel {
                         ];
                         dots = lanes.dot(dots, quad, integers);
                     }
-                    let factor = lanes.repeat_float(input.half_scales[R * block]);
+                    let factor = lanes.repeat_float(input.half_scales[block_lane::<R>(block)]);
                     let factors = lanes.mul(scales, factor);
                     let sum = &mut sums[block][to];
                     *sum = lanes.mul_add(lanes.to_floats(dots), factors, *sum);

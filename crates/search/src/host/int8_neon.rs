@@ -120,18 +120,7 @@ impl<const DOT: bool> Lanes for Neon<DOT> {
     fn pair_sums(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
         let mut sums = a;
         for part in 0..4 {
-            let even = call!(vtrn1q_s32(a[part], b[part]));
-            sums[part] = call!(vaddq_s32(even, vtrn2q_s32(a[part], b[part])));
-        }
-        sums
-    }
-    #[inline(always)]
-    fn quad_sums(self, [a, b, c, d]: [Self::Ints; 4]) -> Self::Ints {
-        let (ac, bd) = (self.pair_sums(a, c), self.pair_sums(b, d));
-        let mut sums = a;
-        for part in 0..4 {
-            let low = call!(vzip1q_s32(ac[part], bd[part]));
-            sums[part] = call!(vaddq_s32(low, vzip2q_s32(ac[part], bd[part])));
+            sums[part] = call!(vpaddq_s32(a[part], b[part]));
         }
         sums
     }

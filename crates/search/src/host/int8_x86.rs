@@ -5,7 +5,7 @@ use core::arch::x86_64::*;
 use pulp::cast;
 
 use super::int8_input::LANES;
-use super::int8_lanes::{E8M0_LEAST, ELEMENTS, LaneWork, Lanes, call};
+use super::int8_lanes::{E8M0_LEAST, ELEMENTS, LaneWork, Lanes, block_dots, call};
 
 /// AVX2, FMA and F16C, and the products of AVX-VNNI if `VNNI` is true.
 #[derive(Clone, Copy)]
@@ -35,16 +35,33 @@ impl Avx512 {
     }
 }
 
-/// Interleaves the bytes of 2 words of 8 bytes, or of 4 words of 4 bytes.
+/// Interleaves pairs of bytes of 2 words of 8 bytes, or the bytes of 4 words of 4 bytes.
 #[inline(always)]
 fn interleave<const R: usize>(words: [u64; R]) -> [u8; LANES] {
     let vector = |word: u64| cast([word, 0]);
     // SAFETY: x86-64 has SSE2.
     unsafe {
-        let even = _mm_unpacklo_epi8(vector(words[0]), vector(words[1]));
-        let odd = _mm_unpacklo_epi8(vector(words[R - 2]), vector(words[R - 1]));
-        cast(if R == 2 { even } else { _mm_unpacklo_epi16(even, odd) })
+        if R == 2 {
+            return cast(_mm_unpacklo_epi16(vector(words[0]), vector(words[1])));
+        }
+        let first = _mm_unpacklo_epi8(vector(words[0]), vector(words[1]));
+        let second = _mm_unpacklo_epi8(vector(words[R - 2]), vector(words[R - 1]));
+        cast(_mm_unpacklo_epi16(first, second))
     }
+}
+
+/// Takes lanes 0, 2 of each four lanes of `a` and of `b`.
+#[inline(always)]
+fn even_lanes(a: __m256i, b: __m256i) -> __m256i {
+    // SAFETY: callers have AVX2.
+    unsafe { cast(_mm256_shuffle_ps::<0b10_00_10_00>(cast(a), cast(b))) }
+}
+
+/// Takes lanes 1, 3 of each four lanes of `a` and of `b`.
+#[inline(always)]
+fn odd_lanes(a: __m256i, b: __m256i) -> __m256i {
+    // SAFETY: callers have AVX2.
+    unsafe { cast(_mm256_shuffle_ps::<0b11_01_11_01>(cast(a), cast(b))) }
 }
 
 impl<const VNNI: bool> Lanes for Avx2<VNNI> {
@@ -124,22 +141,44 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     fn pair_sums(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
         let mut sums = a;
         for half in 0..2 {
-            let shifted = call!(_mm256_slli_epi64::<32>(b[half]));
-            let even = call!(_mm256_blend_epi32::<0xAA>(a[half], shifted));
-            let shifted = call!(_mm256_srli_epi64::<32>(a[half]));
-            let odd = call!(_mm256_blend_epi32::<0xAA>(shifted, b[half]));
-            sums[half] = call!(_mm256_add_epi32(even, odd));
+            let (a, b) = (a[half], b[half]);
+            sums[half] = call!(_mm256_add_epi32(even_lanes(a, b), odd_lanes(a, b)));
         }
         sums
     }
     #[inline(always)]
-    fn quad_sums(self, [a, b, c, d]: [Self::Ints; 4]) -> Self::Ints {
-        let (ac, bd) = (self.pair_sums(a, c), self.pair_sums(b, d));
-        let mut sums = a;
+    fn block_dots<const R: usize>(
+        self,
+        elements: [[Self::Bytes; 2]; R],
+        integers: [Self::Bytes; 2],
+    ) -> Self::Ints {
+        if VNNI {
+            return block_dots(self, elements, integers);
+        }
+        let mut dots = [self.repeat_int(0); R];
+        let mut sums = dots[0];
         for half in 0..2 {
-            let low = call!(_mm256_unpacklo_epi32(ac[half], bd[half]));
-            let high = call!(_mm256_unpackhi_epi32(ac[half], bd[half]));
-            sums[half] = call!(_mm256_add_epi32(low, high));
+            // Four times two products of 24 x 127 fit into 16 bits.
+            for row in 0..R {
+                let [even, odd] = elements[row];
+                let even = call!(_mm256_maddubs_epi16(even[half], integers[0][half]));
+                let odd = call!(_mm256_maddubs_epi16(odd[half], integers[1][half]));
+                dots[row][half] = call!(_mm256_add_epi16(even, odd));
+            }
+            let mut pairs = [sums[half]; 2];
+            for pair in 0..R / 2 {
+                let (a, b) = (dots[2 * pair][half], dots[2 * pair + 1][half]);
+                let words = call!(_mm256_add_epi16(even_lanes(a, b), odd_lanes(a, b)));
+                pairs[pair] = call!(_mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+            }
+            sums[half] = match R {
+                2 => pairs[0],
+                _ => {
+                    let (even, odd) =
+                        (even_lanes(pairs[0], pairs[1]), odd_lanes(pairs[0], pairs[1]));
+                    call!(_mm256_add_epi32(even, odd))
+                }
+            };
         }
         sums
     }
@@ -236,15 +275,10 @@ impl Lanes for Avx512 {
     }
     #[inline(always)]
     fn pair_sums(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
-        let even = call!(_mm512_mask_shuffle_epi32::<0b10_10_00_00>(a, 0xAAAA, b));
-        let odd = call!(_mm512_mask_shuffle_epi32::<0b11_11_01_01>(b, 0x5555, a));
+        let (a, b): (__m512, __m512) = (cast(a), cast(b));
+        let even: __m512i = cast(call!(_mm512_shuffle_ps::<0b10_00_10_00>(a, b)));
+        let odd: __m512i = cast(call!(_mm512_shuffle_ps::<0b11_01_11_01>(a, b)));
         call!(_mm512_add_epi32(even, odd))
-    }
-    #[inline(always)]
-    fn quad_sums(self, [a, b, c, d]: [Self::Ints; 4]) -> Self::Ints {
-        let (ac, bd) = (self.pair_sums(a, c), self.pair_sums(b, d));
-        let low = call!(_mm512_unpacklo_epi32(ac, bd));
-        call!(_mm512_add_epi32(low, _mm512_unpackhi_epi32(ac, bd)))
     }
     #[inline(always)]
     fn to_floats(self, ints: Self::Ints) -> Self::Floats {

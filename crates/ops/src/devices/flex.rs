@@ -17,8 +17,8 @@ impl HostDevice for Flex {
         values.to_contiguous()
     }
 
-    fn contiguous_bytes(bytes: FlexTensor) -> FlexTensor {
-        bytes.to_contiguous()
+    fn contiguous_ints(ints: FlexTensor) -> FlexTensor {
+        ints.to_contiguous()
     }
 
     /// Does not copy a transposed matrix, unlike any other strided tensor.
@@ -46,6 +46,10 @@ impl HostDevice for Flex {
     }
 
     fn bytes(contiguous: &FlexTensor) -> &[u8] {
+        contiguous.as_slice().expect(CHECKED)
+    }
+
+    fn words(contiguous: &FlexTensor) -> &[i32] {
         contiguous.as_slice().expect(CHECKED)
     }
 

@@ -13,7 +13,7 @@ const CHECKED: &str = "callers check shapes and dtypes";
 impl DecoderBackend for Flex {
     fn decoder_rms_norm(input: FlexTensor, weight: FlexTensor, epsilon: f64) -> FlexTensor {
         let (input, weight) = (contiguous(input), contiguous(weight));
-        let mut output = FlexTensor::empty(input.layout().shape().clone(), DType::F32);
+        let mut output = zeros(input.layout().shape().clone());
         host::rms_norm(values(&input), values(&weight), epsilon as f32, output.storage_mut())
             .expect(CHECKED);
         output
@@ -35,7 +35,7 @@ impl DecoderBackend for Flex {
     fn decoder_gemv(input: FlexTensor, weight: FlexTensor) -> FlexTensor {
         let [_, n] = dims(&weight);
         let input = contiguous(input);
-        let mut output = FlexTensor::empty(Shape::new([1, n]), DType::F32);
+        let mut output = zeros(Shape::new([1, n]));
         let transposed = weight.transpose(0, 1);
         let product = if transposed.is_contiguous() && !weight.is_contiguous() {
             host::gemv_rows(values(&input), values(&transposed), output.storage_mut())
@@ -96,7 +96,7 @@ impl HostDecoderBackend for Flex {
         let (input, codes, scales) = (contiguous(input), codes.to_contiguous(), contiguous(scales));
         let weight =
             Int8Weight { codes: codes.as_slice().expect(CHECKED), scales: values(&scales) };
-        let mut output = FlexTensor::empty(Shape::new([m, n]), DType::F32);
+        let mut output = zeros(Shape::new([m, n]));
         host::int8_weight_matmul(values(&input), weight, [n, k], output.storage_mut())
             .expect(CHECKED);
         output
@@ -105,6 +105,11 @@ impl HostDecoderBackend for Flex {
 
 fn dims<const N: usize>(tensor: &FlexTensor) -> [usize; N] {
     tensor.layout().shape().dims()
+}
+
+/// Allocates zeros. `FlexTensor::zeros` copies them once more, to align them as for any dtype.
+fn zeros(shape: Shape) -> FlexTensor {
+    FlexTensor::filled_typed(shape, DType::F32, 0f32)
 }
 
 /// Puts values into row-major order. Unlike `to_contiguous`, does not share memory that is.

@@ -19,8 +19,8 @@ pub(crate) trait HostDevice: Backend {
     /// Puts values into row-major order.
     fn contiguous(values: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// Puts bytes into row-major order.
-    fn contiguous_bytes(bytes: IntTensor<Self>) -> IntTensor<Self>;
+    /// Puts bytes or words into row-major order.
+    fn contiguous_ints(ints: IntTensor<Self>) -> IntTensor<Self>;
 
     /// Puts values into contiguous memory, in any order, and returns the view along an axis.
     fn contiguous_along(values: FloatTensor<Self>, axis: usize) -> (FloatTensor<Self>, View) {
@@ -34,6 +34,9 @@ pub(crate) trait HostDevice: Backend {
 
     /// Borrows the bytes of a contiguous tensor.
     fn bytes(contiguous: &IntTensor<Self>) -> &[u8];
+
+    /// Borrows the words of a contiguous tensor.
+    fn words(contiguous: &IntTensor<Self>) -> &[i32];
 
     /// Dequantizes to a dtype, or to f32 if the device has no other.
     fn dense_data(packed: PackedView<'_>, layout: &Fp4Layout, _dtype: FloatDType) -> TensorData {
@@ -68,17 +71,16 @@ const CHECKED: &str = "callers check scheme, shape and dtype";
 struct HostPacked<B: HostDevice> {
     codes: IntTensor<B>,
     scales: IntTensor<B>,
-    tensor_scale: Vec<f32>,
+    /// Bits of f32.
+    tensor_scale: IntTensor<B>,
 }
 
 impl<B: HostDevice> HostPacked<B> {
     fn new(packed: Fp4Primitive<B>) -> Self {
-        let bits = burn::tensor::read_sync(B::int_into_data(packed.tensor_scale));
-        let bits = bits.expect("memory of the host can be read");
         Self {
-            codes: B::contiguous_bytes(packed.codes),
-            scales: B::contiguous_bytes(packed.scales),
-            tensor_scale: bits.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect(),
+            codes: B::contiguous_ints(packed.codes),
+            scales: B::contiguous_ints(packed.scales),
+            tensor_scale: B::contiguous_ints(packed.tensor_scale),
         }
     }
 
@@ -88,7 +90,7 @@ impl<B: HostDevice> HostPacked<B> {
             block_size: layout.block_size,
             codes: B::bytes(&self.codes),
             scales: B::bytes(&self.scales),
-            tensor_scale: &self.tensor_scale,
+            tensor_scale: bytemuck::cast_slice(B::words(&self.tensor_scale)),
         }
     }
 }

@@ -34,8 +34,11 @@ impl HostDevice for NdArray {
         contiguous!(values, F32)
     }
 
-    fn contiguous_bytes(bytes: NdArrayTensor) -> NdArrayTensor {
-        contiguous!(bytes, U8)
+    fn contiguous_ints(ints: NdArrayTensor) -> NdArrayTensor {
+        match ints {
+            words @ NdArrayTensor::I32(_) => contiguous!(words, I32),
+            bytes => contiguous!(bytes, U8),
+        }
     }
 
     fn values(contiguous: &NdArrayTensor) -> Values<'_> {
@@ -44,5 +47,9 @@ impl HostDevice for NdArray {
 
     fn bytes(contiguous: &NdArrayTensor) -> &[u8] {
         elements!(contiguous, U8)
+    }
+
+    fn words(contiguous: &NdArrayTensor) -> &[i32] {
+        elements!(contiguous, I32)
     }
 }

@@ -179,7 +179,7 @@ impl Lanes for Generic {
     fn pair_sums(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
         core::array::from_fn(|lane| {
             let from = if lane % 4 < 2 { &a } else { &b };
-            let first = lane & !3 | lane % 2 * 2;
+            let first = lane / 4 * 4 + lane % 2 * 2;
             from[first] + from[first + 1]
         })
     }

@@ -319,15 +319,12 @@ fn row_sums<L: Lanes, const R: usize, const W: usize, const M: usize>(
     }
     let mut products = [[0.0; R]; M];
     for (products, sums) in products.iter_mut().zip(sums) {
-        let mut sums = lanes.store(sums);
-        for half in [8, 4] {
-            for lane in 0..half {
-                sums[lane] += sums[lane + half];
-            }
-        }
+        let sums = lanes.store(sums);
+        let sums: [_; 8] = from_fn(|lane| sums[lane] + sums[lane + 8]);
+        let sums: [_; 4] = from_fn(|lane| sums[lane] + sums[lane + 4]);
+        let pairs = [sums[0] + sums[1], sums[2] + sums[3]];
         for row in 0..R {
-            let lane = 4 / R * row;
-            let sum = if R == 2 { sums[lane] + sums[lane + 1] } else { sums[lane] };
+            let sum = if R == 2 { pairs[row % 2] } else { sums[row] };
             products[row] = sum * rows[row].tensor_scale;
         }
     }

@@ -110,12 +110,17 @@ class Files:
             run(self.tool("llama-quantize"), "--allow-requantize", self.gguf, out, name, THREADS)
         return out
 
-    def by_fp4(self, name):
-        """A GGUF file and a folder that `fp4 quantize` makes: with the same codes and scales."""
-        file, folder = self.work / f"{name}.gguf", self.work / name
+    def by_fp4(self, name, rule=None):
+        """A GGUF file and a folder that `fp4 quantize` makes.
+
+        In the folder queries, keys and values share a tensor scale, as its readers run them as one.
+        Without tensor scales both have the same codes and scales.
+        """
+        stem, options = (f"{name}-{rule}", ("--rule", rule)) if rule else (name, ())
+        file, folder = self.work / f"{stem}.gguf", self.work / stem
         for source, out in ((self.gguf, file), (self.dense, folder)):
             if not out.exists():
-                run(self.fp4, "quantize", source, "--format", name, "--out", out)
+                run(self.fp4, "quantize", source, "--format", name, *options, "--out", out)
         return file, folder
 
 
@@ -178,7 +183,7 @@ def perplexities(files, llama):
     print("| perplexity | llama.cpp | ours | difference, % |\n|---|---|---|---|")
     failed = []
     for name in FORMATS:
-        file, folder = files.by_fp4(name)
+        file, folder = files.by_fp4(name, "no-tensor-scale" if name == "nvfp4" else None)
         theirs = their_perplexity(tool, file, cut[0])
         ours = our_perplexity(files.work, llama, folder, cut)
         difference = 100 * (ours / theirs - 1)

@@ -66,6 +66,8 @@ const PARTS: usize = 4;
 struct Row {
     model: &'static str,
     weights: &'static str,
+    /// What packed weights multiply.
+    activations: &'static str,
     /// Format of the output layer.
     head: &'static str,
     prompt_tokens_per_second: f64,
@@ -265,6 +267,7 @@ fn row(
     Row {
         model: shape.name,
         weights,
+        activations: if weights == "f32" { "f32" } else { "int8" },
         head: if decoder.int8_head.is_some() { "int8" } else { "f32" },
         prompt_tokens_per_second: PROMPT as f64 / prompt,
         generated_tokens_per_second: GENERATED as f64 / seconds,

@@ -49,7 +49,7 @@ impl HostDevice for Flex {
         contiguous.as_slice().expect(CHECKED)
     }
 
-    fn words(contiguous: &FlexTensor) -> &[i32] {
+    fn ints(contiguous: &FlexTensor) -> &[i32] {
         contiguous.as_slice().expect(CHECKED)
     }
 

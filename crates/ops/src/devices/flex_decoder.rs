@@ -107,7 +107,7 @@ fn dims<const N: usize>(tensor: &FlexTensor) -> [usize; N] {
     tensor.layout().shape().dims()
 }
 
-/// Allocates zeros. `FlexTensor::zeros` copies them once more, to align them as for any dtype.
+/// Allocates zeros. `FlexTensor::zeros` copies them to align them for any dtype.
 fn zeros(shape: Shape) -> FlexTensor {
     FlexTensor::filled_typed(shape, DType::F32, 0f32)
 }

@@ -19,7 +19,7 @@ pub(crate) trait HostDevice: Backend {
     /// Puts values into row-major order.
     fn contiguous(values: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// Puts bytes or words into row-major order.
+    /// Puts bytes or 32-bit integers into row-major order.
     fn contiguous_ints(ints: IntTensor<Self>) -> IntTensor<Self>;
 
     /// Puts values into contiguous memory, in any order, and returns the view along an axis.
@@ -35,8 +35,8 @@ pub(crate) trait HostDevice: Backend {
     /// Borrows the bytes of a contiguous tensor.
     fn bytes(contiguous: &IntTensor<Self>) -> &[u8];
 
-    /// Borrows the words of a contiguous tensor.
-    fn words(contiguous: &IntTensor<Self>) -> &[i32];
+    /// Borrows the 32-bit integers of a contiguous tensor.
+    fn ints(contiguous: &IntTensor<Self>) -> &[i32];
 
     /// Dequantizes to a dtype, or to f32 if the device has no other.
     fn dense_data(packed: PackedView<'_>, layout: &Fp4Layout, _dtype: FloatDType) -> TensorData {
@@ -90,7 +90,7 @@ impl<B: HostDevice> HostPacked<B> {
             block_size: layout.block_size,
             codes: B::bytes(&self.codes),
             scales: B::bytes(&self.scales),
-            tensor_scale: bytemuck::cast_slice(B::words(&self.tensor_scale)),
+            tensor_scale: bytemuck::cast_slice(B::ints(&self.tensor_scale)),
         }
     }
 }

@@ -36,7 +36,7 @@ impl HostDevice for NdArray {
 
     fn contiguous_ints(ints: NdArrayTensor) -> NdArrayTensor {
         match ints {
-            words @ NdArrayTensor::I32(_) => contiguous!(words, I32),
+            ints @ NdArrayTensor::I32(_) => contiguous!(ints, I32),
             bytes => contiguous!(bytes, U8),
         }
     }
@@ -49,7 +49,7 @@ impl HostDevice for NdArray {
         elements!(contiguous, U8)
     }
 
-    fn words(contiguous: &NdArrayTensor) -> &[i32] {
+    fn ints(contiguous: &NdArrayTensor) -> &[i32] {
         elements!(contiguous, I32)
     }
 }

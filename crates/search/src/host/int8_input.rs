@@ -30,6 +30,7 @@ pub(super) struct Chunk {
 /// four, two blocks of the first row and then of the second, or one block of each of four rows.
 #[inline(always)]
 pub(super) fn block_lane<const R: usize>(block: usize) -> usize {
+    const { assert!(R == 2 || R == 4) };
     match R {
         2 => block / 2 * 4 + block % 2,
         _ => 4 * block,
@@ -173,13 +174,21 @@ mod tests {
                     })
                     .collect();
                 let chunk = &input.row(0)[index * block_size / CHUNK];
-                let block = index % (CHUNK / block_size);
-                let lane = if block_size == 16 { block_lane::<2>(block) } else { 4 * block };
-                assert_eq!(chunk.half_scales[lane].is_finite(), scale.is_finite(), "{block:?}");
+                let at = index % (CHUNK / block_size);
+                let lanes = match block_size {
+                    16 => vec![block_lane::<2>(at), block_lane::<2>(at) + 2],
+                    _ => (0..4).map(|row| block_lane::<4>(at) + row).collect(),
+                };
+                for lane in lanes {
+                    let half_scale = chunk.half_scales[lane];
+                    assert_eq!(half_scale.is_finite(), scale.is_finite(), "{block:?}");
+                    if scale.is_finite() {
+                        assert_eq!(half_scale, 0.5 * scale);
+                        assert_eq!(chunk.offsets[lane], -OFFSET * expected.iter().sum::<i32>());
+                    }
+                }
                 if scale.is_finite() {
                     assert_eq!(found, expected, "{block:?}");
-                    assert_eq!(chunk.half_scales[lane], 0.5 * scale);
-                    assert_eq!(chunk.offsets[lane], -OFFSET * expected.iter().sum::<i32>());
                 }
             }
             let last = input.row(0)[4];

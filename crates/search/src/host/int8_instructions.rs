@@ -68,15 +68,13 @@ impl Instructions {
 
     /// Returns true if the processor has the instructions.
     pub(super) fn is_available(self) -> bool {
-        self.run(Nothing)
+        self.run(Nothing).is_some()
     }
 
-    /// Runs work. Returns false if the processor lacks the instructions.
-    pub(super) fn run<W: LaneWork>(self, work: W) -> bool {
-        fn run<L: Lanes, W: LaneWork>(lanes: Option<L>, work: W) -> bool {
-            let Some(lanes) = lanes else { return false };
-            lanes.run(work);
-            true
+    /// Runs work. Returns None if the processor lacks the instructions.
+    pub(super) fn run<W: LaneWork>(self, work: W) -> Option<W::Output> {
+        fn run<L: Lanes, W: LaneWork>(lanes: Option<L>, work: W) -> Option<W::Output> {
+            lanes.map(|lanes| lanes.run(work))
         }
         match self {
             Self::Generic => run(Some(Generic), work),
@@ -98,5 +96,7 @@ impl Instructions {
 struct Nothing;
 
 impl LaneWork for Nothing {
+    type Output = ();
+
     fn run<L: Lanes>(self, _: L) {}
 }

@@ -33,7 +33,7 @@ pub(super) trait Lanes: Copy {
     type Floats: Pod;
 
     /// Runs work with these instructions.
-    fn run<W: LaneWork>(self, work: W);
+    fn run<W: LaneWork>(self, work: W) -> W::Output;
 
     #[inline(always)]
     fn bytes(self, bytes: &[i8; 4 * LANES]) -> Self::Bytes {
@@ -123,7 +123,9 @@ pub(super) fn block_dots<L: Lanes, const R: usize>(
 
 /// Work for the instructions of a processor.
 pub(super) trait LaneWork {
-    fn run<L: Lanes>(self, lanes: L);
+    type Output;
+
+    fn run<L: Lanes>(self, lanes: L) -> Self::Output;
 }
 
 /// Doubled elements plus `OFFSET`, by code.
@@ -138,8 +140,8 @@ impl Lanes for Generic {
     type Ints = [i32; LANES];
     type Floats = [f32; LANES];
 
-    fn run<W: LaneWork>(self, work: W) {
-        work.run(self);
+    fn run<W: LaneWork>(self, work: W) -> W::Output {
+        work.run(self)
     }
 
     #[inline(always)]

@@ -50,26 +50,26 @@ fn multiply(
     let panel_len = input.rows * LANES;
     let mut products = vec![0.0; outputs.div_ceil(LANES) * panel_len];
     let last_rows = LastRows::new(weight, [outputs, channels], input.len);
+    let rows = PackedRows { weight, last_rows: &last_rows, outputs, channels, chunks: input.len };
     let multiply = |panel: &mut Panel, first_panel: usize, products: &mut [f32]| {
         let first = first_panel * LANES;
-        let rows = PackedRows { weight, last_rows: &last_rows, outputs, channels };
-        let valid = &mut false;
         // A block has two or four lanes: two or four rows of the weight share a vector.
-        match (weight.format, weight.block_size) {
-            _ if input.rows >= MANY => false,
+        let done = match (weight.format, weight.block_size) {
+            _ if input.rows >= MANY => None,
             (Fp4Format::NvFp4, 16) => {
-                instructions.run(FewInputs::<2, 8> { input, rows, first, products, valid })
+                instructions.run(FewInputs::<2, 8> { input, rows, first, products })
             }
             (Fp4Format::MxFp4, 32) => {
-                instructions.run(FewInputs::<4, 4> { input, rows, first, products, valid })
+                instructions.run(FewInputs::<4, 4> { input, rows, first, products })
             }
-            _ => false,
+            _ => None,
         };
-        match weight.block_size {
-            _ if *valid => true,
+        let done = match weight.block_size {
+            _ if done == Some(true) => Some(()),
             16 => instructions.run(ManyInputs::<2, 8> { input, rows, first, panel, products }),
             _ => instructions.run(ManyInputs::<4, 4> { input, rows, first, panel, products }),
         };
+        done.expect("instructions that the processor has");
     };
     if is_worth_threads(outputs * channels * input.rows, per_microsecond::PACKED_INT8) {
         let tasks = products.par_chunks_mut(TASK_PANELS * panel_len).enumerate();
@@ -90,10 +90,13 @@ struct PackedRows<'a> {
     last_rows: &'a LastRows,
     outputs: usize,
     channels: usize,
+    /// Number of chunks of a row.
+    chunks: usize,
 }
 
-/// Copies of the last rows, which nothing follows in memory, and zeros after them.
+/// Copies of the last rows, whose last chunk would end beyond the weight, with zeros after them.
 struct LastRows {
+    /// The first of these rows.
     first: usize,
     codes: Vec<u8>,
     scales: Vec<u8>,
@@ -102,9 +105,8 @@ struct LastRows {
 impl LastRows {
     fn new(weight: PackedView<'_>, [outputs, channels]: [usize; 2], chunks: usize) -> Self {
         let missing = chunks * CHUNK - channels;
-        // Rows from here on end less than the missing channels before the end of the weight.
         let first = outputs.saturating_sub(missing.div_ceil(channels));
-        let after = |values: &[u8], row_len: usize, missing: usize| {
+        let padded = |values: &[u8], row_len: usize, missing: usize| {
             let mut values = values[first * row_len..].to_vec();
             if first < outputs {
                 values.resize(values.len() + missing, 0);
@@ -114,8 +116,8 @@ impl LastRows {
         let block = weight.block_size;
         Self {
             first,
-            codes: after(weight.codes, channels / 2, missing / 2),
-            scales: after(weight.scales, channels / block, missing.div_ceil(block)),
+            codes: padded(weight.codes, channels / 2, missing / 2),
+            scales: padded(weight.scales, channels / block, missing / block),
         }
     }
 }
@@ -124,8 +126,8 @@ impl<'a> PackedRows<'a> {
     /// Returns the codes and scales of a row, and of what follows it. The rows after the last one
     /// repeat it.
     #[inline(always)]
-    fn row<const W: usize>(&self, row: usize) -> CodeRow<'a> {
-        let Self { weight, last_rows, outputs, channels } = *self;
+    fn row<const W: usize>(&self, row: usize) -> CodeRow<'a, W> {
+        let Self { weight, last_rows, outputs, channels, chunks } = *self;
         let row = row.min(outputs - 1);
         let (codes, scales, at) = match row.checked_sub(last_rows.first) {
             None => (weight.codes, weight.scales, row),
@@ -133,21 +135,20 @@ impl<'a> PackedRows<'a> {
         };
         let codes = &codes[at * channels / 2..];
         let scales = &scales[at * (channels / (CHUNK / W))..];
-        let chunks = channels.div_ceil(CHUNK);
         CodeRow {
             codes: &codes.as_chunks().0[..chunks],
-            scales: &scales[..chunks * W],
+            scales: &scales.as_chunks().0[..chunks],
             tensor_scale: tensor_scale(weight, row),
         }
     }
 }
 
-/// A packed row in whole chunks.
+/// A packed row in whole chunks of `W` blocks.
 #[derive(Clone, Copy)]
-struct CodeRow<'a> {
+struct CodeRow<'a, const W: usize> {
     codes: &'a [[u8; CHUNK / 2]],
     /// Block scales.
-    scales: &'a [u8],
+    scales: &'a [[u8; W]],
     tensor_scale: f32,
 }
 
@@ -169,36 +170,40 @@ struct Bytes([i8; 4 * LANES]);
 
 /// Computes the products of packed rows from `first` on with an input of few rows: codes are
 /// decoded into registers, `R` packed rows with `W` block scales a chunk at a time.
+///
+/// The output is false if a block scale is NaN or negative, and products are wrong. A scale that is
+/// read after the rows counts too.
 struct FewInputs<'a, const R: usize, const W: usize> {
     input: &'a Int8Input,
     rows: PackedRows<'a>,
     first: usize,
     products: &'a mut [f32],
-    /// Becomes true if no block scale is NaN or negative: otherwise products are wrong.
-    valid: &'a mut bool,
 }
 
 impl<const R: usize, const W: usize> LaneWork for FewInputs<'_, R, W> {
+    type Output = bool;
+
     #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        let Self { input, rows, first, products, valid } = self;
+    fn run<L: Lanes>(self, lanes: L) -> bool {
+        let Self { input, rows, first, products } = self;
         let mut largest = [0; LANES];
         let distance = prefetch_distance(R * rows.channels / 2);
-        let last = rows.outputs.min(first + products.len() / input.rows);
-        let (panels, _) = products.as_chunks_mut::<LANES>();
-        for row in (first..last).step_by(R) {
+        let end = rows.outputs.min(first + products.len() / input.rows);
+        let (vectors, _) = products.as_chunks_mut::<LANES>();
+        for row in (first..end).step_by(R) {
             let mut weights = [rows.row::<W>(row); R];
             for at in 1..R {
                 weights[at] = rows.row::<W>(row + at);
             }
             let (panel, lane) = ((row - first) / LANES * input.rows, row % LANES);
             for from in (0..input.rows).step_by(4) {
+                let vectors = &mut vectors[panel + from..];
                 match input.rows - from {
                     1 => {
                         let inputs = [input.row(from)];
                         let sums =
                             row_sums::<L, R, W, 1>(lanes, &weights, inputs, distance, &mut largest);
-                        panels[panel + from][lane..][..R].copy_from_slice(&sums[0]);
+                        vectors[0][lane..][..R].copy_from_slice(&sums[0]);
                     }
                     left => {
                         let mut inputs = [input.row(from); 4];
@@ -208,15 +213,15 @@ impl<const R: usize, const W: usize> LaneWork for FewInputs<'_, R, W> {
                         }
                         let sums =
                             row_sums::<L, R, W, 4>(lanes, &weights, inputs, distance, &mut largest);
-                        for (at, sums) in sums.iter().enumerate().take(left) {
-                            panels[panel + from + at][lane..][..R].copy_from_slice(sums);
+                        for (vector, sums) in vectors.iter_mut().zip(&sums).take(left) {
+                            vector[lane..][..R].copy_from_slice(sums);
                         }
                     }
                 }
             }
         }
-        let largest_valid = if rows.weight.format == Fp4Format::NvFp4 { 0x7E } else { 0xFE };
-        *valid = largest.iter().all(|&code| code <= largest_valid);
+        let valid = if rows.weight.format == Fp4Format::NvFp4 { 0x7E } else { 0xFE };
+        largest.iter().all(|&code| code <= valid)
     }
 }
 
@@ -231,6 +236,8 @@ struct ManyInputs<'a, const R: usize, const W: usize> {
 }
 
 impl<const R: usize, const W: usize> LaneWork for ManyInputs<'_, R, W> {
+    type Output = ();
+
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         let Self { input, rows, first, panel, products } = self;
@@ -286,45 +293,46 @@ fn word<const W: usize>(scales: &[u8; W]) -> u64 {
 #[inline(always)]
 fn row_sums<L: Lanes, const R: usize, const W: usize, const M: usize>(
     lanes: L,
-    rows: &[CodeRow<'_>; R],
+    rows: &[CodeRow<'_, W>; R],
     inputs: [&[Chunk]; M],
     distance: usize,
     largest: &mut [u8; LANES],
 ) -> [[f32; R]; M] {
-    let chunks = inputs[0].len();
+    const { assert!((R == 2 || R == 4) && R * W == LANES) };
+    let len = inputs[0].len();
     // Known lengths avoid bounds checks in the loop.
-    let mut codes = [&rows[0].codes[..chunks]; R];
-    let mut scales = [&rows[0].scales.as_chunks::<W>().0[..chunks]; R];
+    let mut codes = [&rows[0].codes[..len]; R];
+    let mut scales = [&rows[0].scales[..len]; R];
     for row in 1..R {
-        codes[row] = &rows[row].codes[..chunks];
-        scales[row] = &rows[row].scales.as_chunks().0[..chunks];
+        codes[row] = &rows[row].codes[..len];
+        scales[row] = &rows[row].scales[..len];
     }
     let mut sums = [lanes.repeat_float(0.0); M];
-    for chunk in 0..chunks {
+    for chunk in 0..len {
         let (mut chunk_codes, mut words) = ([&codes[0][chunk]; R], [0; R]);
         for row in 0..R {
             prefetch(&codes[row][chunk], distance);
             chunk_codes[row] = &codes[row][chunk];
             words[row] = word::<W>(&scales[row][chunk]);
         }
-        let mut chunks = [&inputs[0][chunk]; M];
+        let mut input_chunks = [&inputs[0][chunk]; M];
         for to in 1..M {
-            chunks[to] = &inputs[to][chunk];
+            input_chunks[to] = &inputs[to][chunk];
         }
         let scales = lanes.interleave(words);
         for (largest, code) in largest.iter_mut().zip(scales) {
             *largest = code.max(*largest);
         }
-        add_chunk::<L, R, M>(lanes, chunk_codes, scales, chunks, &mut sums);
+        add_chunk::<L, R, M>(lanes, chunk_codes, scales, input_chunks, &mut sums);
     }
     let mut products = [[0.0; R]; M];
     for (products, sums) in products.iter_mut().zip(sums) {
         let sums = lanes.store(sums);
-        let sums: [_; 8] = from_fn(|lane| sums[lane] + sums[lane + 8]);
-        let sums: [_; 4] = from_fn(|lane| sums[lane] + sums[lane + 4]);
-        let pairs = [sums[0] + sums[1], sums[2] + sums[3]];
+        let halves: [_; 8] = from_fn(|lane| sums[lane] + sums[lane + 8]);
+        let quarters: [_; 4] = from_fn(|lane| halves[lane] + halves[lane + 4]);
+        let pairs = [quarters[0] + quarters[1], quarters[2] + quarters[3]];
         for row in 0..R {
-            let sum = if R == 2 { pairs[row % 2] } else { sums[row] };
+            let sum = if R == 2 { pairs[row % 2] } else { quarters[row] };
             products[row] = sum * rows[row].tensor_scale;
         }
     }
@@ -359,13 +367,13 @@ fn add_chunk<L: Lanes, const R: usize, const M: usize>(
 }
 
 impl Panel {
-    /// Decodes some chunks of 16 packed rows of `blocks` blocks.
+    /// Decodes some chunks of 16 packed rows. `blocks` is the number of blocks of a row.
     #[inline(always)]
     fn decode<L: Lanes, const W: usize>(
         &mut self,
         lanes: L,
         values: &[f32; 256],
-        rows: &[CodeRow<'_>; LANES],
+        rows: &[CodeRow<'_, W>; LANES],
         chunks: Range<usize>,
         blocks: usize,
     ) {
@@ -379,7 +387,8 @@ impl Panel {
                 for (codes, &bytes) in codes.iter_mut().zip(row.codes[chunk].as_chunks().0) {
                     codes[lane] = u32::from_ne_bytes(bytes);
                 }
-                for (scales, &code) in scales.iter_mut().zip(&row.scales[chunk * W..blocks]) {
+                let codes = row.scales[chunk].iter().take(blocks - chunk * W);
+                for (scales, &code) in scales.iter_mut().zip(codes) {
                     scales[lane] = values[usize::from(code)];
                 }
             }
@@ -483,8 +492,14 @@ mod tests {
     use super::*;
     use crate::reference::int8_matmul::int8_matmul as reference;
 
-    /// Makes a weight with scales of each kind.
-    fn weight(format: Fp4Format, block_size: usize, [rows, cols]: [usize; 2]) -> Packed {
+    /// Makes a weight with scales of each kind, and some that are not.
+    fn weight(
+        format: Fp4Format,
+        block_size: usize,
+        [rows, cols]: [usize; 2],
+        invalid: Option<u8>,
+        by_row: bool,
+    ) -> Packed {
         let scale = |at: usize| match (format, at % 61) {
             // Subnormal, and the largest.
             (Fp4Format::NvFp4, 7) => 3,
@@ -493,15 +508,23 @@ mod tests {
             (_, 7) => 0,
             _ => 120 + (at * 5 % 9) as u8,
         };
-        let tensor_scale = (0..rows).map(|row| 1.0 / (row + 3) as f32).collect();
+        let blocks = cols / block_size;
+        let mut scales: Vec<u8> = (0..rows * blocks).map(scale).collect();
+        if let Some(code) = invalid {
+            // Also in the first row of the second task, which rows of the first read.
+            for row in [rows / 2, (TASK_PANELS * LANES).min(rows - 1)] {
+                scales[row * blocks] = code;
+            }
+        }
+        let of_row = (0..rows).map(|row| 1.0 / (row + 3) as f32).collect();
         Packed {
             format,
             block_size,
             rows,
             cols,
             codes: (0..rows * cols / 2).map(|at| (at * 37 % 251) as u8).collect(),
-            scales: (0..rows * cols / block_size).map(scale).collect(),
-            tensor_scale: TensorScale::PerRow(tensor_scale),
+            scales,
+            tensor_scale: if by_row { TensorScale::PerRow(of_row) } else { TensorScale::One(0.7) },
         }
     }
 
@@ -509,25 +532,31 @@ mod tests {
         Instructions::ALL.iter().copied().filter(|instructions| instructions.is_available())
     }
 
-    /// Includes last chunks, panels and groups of rows that are not whole, several steps, and more
-    /// work than one thread does.
+    /// Includes chunks of several rows, last chunks, panels and groups of rows that are not whole,
+    /// several steps, and more work than one thread does.
     #[test]
     fn products_have_the_bits_of_the_reference_with_every_instruction_set() {
         for format in Fp4Format::ALL {
-            for (block_size, channels, outputs) in [
+            for (at, (block_size, channels, outputs)) in [
                 (16, 16, 1),
+                (16, 16, 40),
+                (16, 48, 37),
+                (16, 112, 34),
                 (16, 128, 17),
+                (16, 144, 34),
                 (16, 592, 37),
                 (16, 1168, 17),
                 (32, 32, 3),
+                (32, 32, 41),
                 (32, 1184, 50),
                 (16, 2064, 83),
-            ] {
-                let mut packed = weight(format, block_size, [outputs, channels]);
-                for not_plain in [false, true] {
-                    if not_plain {
-                        packed.scales[outputs / 2] = 0xFF;
-                    }
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                for invalid in [None, Some(0x7F), Some(0xC0), Some(0xFF)] {
+                    let packed =
+                        weight(format, block_size, [outputs, channels], invalid, at % 2 == 0);
                     let view = PackedView::from(&packed);
                     for inputs in [1, 2, 3, 5, 8, 21] {
                         let input: Vec<_> = (0..inputs * channels)

@@ -46,14 +46,14 @@ impl<const DOT: bool> Lanes for Neon<DOT> {
     type Ints = [int32x4_t; 4];
     type Floats = [float32x4_t; 4];
 
-    fn run<W: LaneWork>(self, work: W) {
+    fn run<W: LaneWork>(self, work: W) -> W::Output {
         #[target_feature(enable = "neon")]
-        fn neon<W: LaneWork>(lanes: Neon<false>, work: W) {
-            work.run(lanes);
+        fn neon<W: LaneWork>(lanes: Neon<false>, work: W) -> W::Output {
+            work.run(lanes)
         }
         #[target_feature(enable = "neon,dotprod")]
-        fn dot<W: LaneWork>(lanes: Neon<true>, work: W) {
-            work.run(lanes);
+        fn dot<W: LaneWork>(lanes: Neon<true>, work: W) -> W::Output {
+            work.run(lanes)
         }
         match DOT {
             false => call!(neon(Neon(()), work)),

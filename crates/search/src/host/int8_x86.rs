@@ -50,18 +50,31 @@ fn interleave<const R: usize>(words: [u64; R]) -> [u8; LANES] {
     }
 }
 
-/// Takes lanes 0, 2 of each four lanes of `a` and of `b`.
-#[inline(always)]
-fn even_lanes(a: __m256i, b: __m256i) -> __m256i {
-    // SAFETY: callers have AVX2.
-    unsafe { cast(_mm256_shuffle_ps::<0b10_00_10_00>(cast(a), cast(b))) }
-}
+impl<const VNNI: bool> Avx2<VNNI> {
+    /// Returns lanes 0 and 2 of each four lanes of `a` and then of `b`, and lanes 1 and 3.
+    #[inline(always)]
+    fn even_odd(self, a: __m256i, b: __m256i) -> [__m256i; 2] {
+        let (a, b) = (cast(a), cast(b));
+        [
+            cast(call!(_mm256_shuffle_ps::<0b10_00_10_00>(a, b))),
+            cast(call!(_mm256_shuffle_ps::<0b11_01_11_01>(a, b))),
+        ]
+    }
 
-/// Takes lanes 1, 3 of each four lanes of `a` and of `b`.
-#[inline(always)]
-fn odd_lanes(a: __m256i, b: __m256i) -> __m256i {
-    // SAFETY: callers have AVX2.
-    unsafe { cast(_mm256_shuffle_ps::<0b11_01_11_01>(cast(a), cast(b))) }
+    /// Adds neighboring lanes, as [`Lanes::pair_sums`] does.
+    #[inline(always)]
+    fn half_pair_sums(self, a: __m256i, b: __m256i) -> __m256i {
+        let [even, odd] = self.even_odd(a, b);
+        call!(_mm256_add_epi32(even, odd))
+    }
+
+    /// Adds both 16-bit sums of neighboring lanes.
+    #[inline(always)]
+    fn half_pair_dots(self, a: __m256i, b: __m256i) -> __m256i {
+        let [even, odd] = self.even_odd(a, b);
+        // 8 products of 24 x 127 fit into 16 bits.
+        call!(_mm256_madd_epi16(_mm256_add_epi16(even, odd), _mm256_set1_epi16(1)))
+    }
 }
 
 impl<const VNNI: bool> Lanes for Avx2<VNNI> {
@@ -69,14 +82,14 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     type Ints = [__m256i; 2];
     type Floats = [__m256; 2];
 
-    fn run<W: LaneWork>(self, work: W) {
+    fn run<W: LaneWork>(self, work: W) -> W::Output {
         #[target_feature(enable = "avx2,fma,f16c")]
-        fn avx2<W: LaneWork>(lanes: Avx2<false>, work: W) {
-            work.run(lanes);
+        fn avx2<W: LaneWork>(lanes: Avx2<false>, work: W) -> W::Output {
+            work.run(lanes)
         }
         #[target_feature(enable = "avx2,fma,f16c,avxvnni")]
-        fn avx_vnni<W: LaneWork>(lanes: Avx2<true>, work: W) {
-            work.run(lanes);
+        fn avx_vnni<W: LaneWork>(lanes: Avx2<true>, work: W) -> W::Output {
+            work.run(lanes)
         }
         match VNNI {
             false => call!(avx2(Avx2(()), work)),
@@ -141,8 +154,7 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     fn pair_sums(self, a: Self::Ints, b: Self::Ints) -> Self::Ints {
         let mut sums = a;
         for half in 0..2 {
-            let (a, b) = (a[half], b[half]);
-            sums[half] = call!(_mm256_add_epi32(even_lanes(a, b), odd_lanes(a, b)));
+            sums[half] = self.half_pair_sums(a[half], b[half]);
         }
         sums
     }
@@ -155,29 +167,19 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         if VNNI {
             return block_dots(self, elements, integers);
         }
-        let mut dots = [self.repeat_int(0); R];
-        let mut sums = dots[0];
+        let mut sums = self.repeat_int(0);
         for half in 0..2 {
-            // Four times two products of 24 x 127 fit into 16 bits.
+            let mut dots = [sums[half]; R];
             for row in 0..R {
                 let [even, odd] = elements[row];
                 let even = call!(_mm256_maddubs_epi16(even[half], integers[0][half]));
                 let odd = call!(_mm256_maddubs_epi16(odd[half], integers[1][half]));
-                dots[row][half] = call!(_mm256_add_epi16(even, odd));
+                dots[row] = call!(_mm256_add_epi16(even, odd));
             }
-            let mut pairs = [sums[half]; 2];
-            for pair in 0..R / 2 {
-                let (a, b) = (dots[2 * pair][half], dots[2 * pair + 1][half]);
-                let words = call!(_mm256_add_epi16(even_lanes(a, b), odd_lanes(a, b)));
-                pairs[pair] = call!(_mm256_madd_epi16(words, _mm256_set1_epi16(1)));
-            }
+            let first = self.half_pair_dots(dots[0], dots[1]);
             sums[half] = match R {
-                2 => pairs[0],
-                _ => {
-                    let (even, odd) =
-                        (even_lanes(pairs[0], pairs[1]), odd_lanes(pairs[0], pairs[1]));
-                    call!(_mm256_add_epi32(even, odd))
-                }
+                2 => first,
+                _ => self.half_pair_sums(first, self.half_pair_dots(dots[R - 2], dots[R - 1])),
             };
         }
         sums
@@ -233,12 +235,12 @@ impl Lanes for Avx512 {
     type Ints = __m512i;
     type Floats = __m512;
 
-    fn run<W: LaneWork>(self, work: W) {
+    fn run<W: LaneWork>(self, work: W) -> W::Output {
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
-        fn avx512<W: LaneWork>(lanes: Avx512, work: W) {
-            work.run(lanes);
+        fn avx512<W: LaneWork>(lanes: Avx512, work: W) -> W::Output {
+            work.run(lanes)
         }
-        call!(avx512(self, work));
+        call!(avx512(self, work))
     }
 
     #[inline(always)]

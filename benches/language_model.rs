@@ -66,7 +66,7 @@ const PARTS: usize = 4;
 struct Row {
     model: &'static str,
     weights: &'static str,
-    /// What packed weights multiply.
+    /// Dtype of the activations that layers multiply.
     activations: &'static str,
     /// Format of the output layer.
     head: &'static str,

@@ -74,8 +74,9 @@ pub(crate) struct Member<F: Float, S: Int, W: Size> {
     pub(crate) output: &'static mut [F],
     /// Packed rows.
     pub(crate) n: u32,
-    /// Its first n tile among those of all weights.
-    pub(crate) first_tile: u32,
+    /// The first of the cubes that multiply by it.
+    pub(crate) first_cube: u32,
+    pub(crate) cubes: u32,
 }
 
 /// Widths of a kernel's loads.

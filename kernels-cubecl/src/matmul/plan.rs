@@ -143,6 +143,44 @@ impl SmallM {
         8 * self.m_tiles() * self.staged_stride()
     }
 
+    /// Returns the n tiles of a weight of n packed rows.
+    pub(super) const fn tiles(&self, n: usize) -> usize {
+        n.div_ceil(self.tile_n() as usize)
+    }
+
+    /// Divides the cubes among weights of some n tiles each, at least one: by their n tiles, or one
+    /// for each n tile if there are enough.
+    pub(super) fn cubes_of(&self, tiles: &[usize]) -> Vec<u32> {
+        let (all, most) = (tiles.iter().sum::<usize>(), self.cubes as usize);
+        if all <= most {
+            return tiles.iter().map(|&tiles| tiles as u32).collect();
+        }
+        let mut cubes: Vec<usize> = tiles.iter().map(|tiles| (tiles * most / all).max(1)).collect();
+        while cubes.iter().sum::<usize>() < most {
+            // Turns are what a cube takes of its weight.
+            let turns = |&at: &usize| tiles[at].div_ceil(cubes[at]);
+            let slowest = (0..tiles.len()).rev().max_by_key(turns).expect("a weight");
+            cubes[slowest] += 1;
+        }
+        cubes.into_iter().map(|cubes| cubes as u32).collect()
+    }
+
+    /// Largest number of vectors of the whole input that a unit holds in registers.
+    pub(super) const INPUT_BATCH: u32 = 8;
+
+    /// Returns the vectors of eight values of the whole input that a unit copies to shared memory,
+    /// if all of it is there.
+    pub(super) const fn input_vectors(&self) -> u32 {
+        let vectors = self.tile_m * self.shared_k_tiles * (SMALL_M_K_TILE as u32 / 8);
+        vectors.div_ceil(self.units())
+    }
+
+    /// Returns the vectors of a batch that begins with the vector `first` of these.
+    pub(super) const fn input_batch(&self, first: u32) -> u32 {
+        let rest = self.input_vectors() - first;
+        if rest < Self::INPUT_BATCH { rest } else { Self::INPUT_BATCH }
+    }
+
     /// Returns the rows of the input that a plane copies to shared memory for a step.
     pub(super) const fn copies(&self) -> u32 {
         if self.shared_k_tiles > 0 { 0 } else { self.tile_m.div_ceil(self.n_planes) }
@@ -411,8 +449,8 @@ impl Matmul {
         // From measurements on an H200. With more packed rows per cube the input is read less
         // often.
         let (n_planes, k_planes) = match self.m {
-            // With more than two cubes per multiprocessor, smaller ones, so that all run at once.
-            0..=4 if busy(1, 2 * sms + 1) => (1, 4),
+            // With three or four n tiles per multiprocessor, smaller cubes, so that all run at once.
+            0..=4 if busy(1, 2 * sms + 1) && !busy(1, 4 * sms + 1) => (1, 4),
             0..=4 => (1, 8),
             5..=8 if busy(2, sms) => (2, 4),
             5..=8 => (1, 8),
@@ -571,6 +609,7 @@ mod tests {
             _ => None,
         };
         assert_eq!(of(1, 8192), Some((1, 4, 1, 32)));
+        assert_eq!(of(1, 11008), Some((1, 8, 1, 32)));
         assert_eq!(of(1, 4096), Some((1, 8, 1, 32)));
         assert_eq!(of(1, 20), Some((1, 8, 1, 32)));
         assert_eq!(of(2, 8192), Some((1, 4, 2, 32)));
@@ -585,7 +624,8 @@ mod tests {
         assert_eq!(of(9, 1024), None);
         assert_eq!(of(17, 8192), None);
         // As many cubes as run at once.
-        assert_eq!(matmul(1, 28672, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes);
+        assert_eq!(matmul(1, 8192, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes);
+        assert_eq!(matmul(1, 28672, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 2);
         assert_eq!(matmul(1, 4096, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 2);
         assert_eq!(matmul(16, 8192, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 4);
         let odd = matmul(1, 8192, 384).small_m(&GPU);

@@ -9,8 +9,9 @@
 //! | part 0: 64 elements     | part 1                  | part 2       | part 3       |
 //! | 16 bytes   | 16 bytes   |  and the scales of their blocks in one word
 //!
-//! cube: n_planes x k_planes planes, which take every `cubes`-th n tile: 16 x n_planes packed rows
-//! of one weight of a family that multiplies one input
+//! cube: n_planes x k_planes planes for one weight of a family that multiplies one input. They take
+//! every `cubes`-th of its n tiles: 16 x n_planes packed rows
+//! load a small input                                                   (load_input)
 //! load codes and scales of the first two steps                         (load_step)
 //! a small input goes to shared memory as a whole                       (share_all)
 //! prefetch the weight of the next matmul, now or before the last steps (prefetch_next)
@@ -25,7 +26,9 @@
 //! ```
 //!
 //! Loads go on from one n tile to the next, so that memory does not idle in between. The input in
-//! shared memory is in the order of decoded codes.
+//! shared memory is in the order of decoded codes. It is loaded before the weight, for which it
+//! would wait otherwise. Each weight has a main loop of its own: if one loop loaded either of two
+//! weights into the same registers, the second load would wait for the first.
 
 use cubecl::client::Client;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
@@ -54,10 +57,15 @@ pub(super) fn launch<F: Float, S: Int>(
 ) {
     let Matmul { m, n, k, .. } = *matmul;
     let widths = Widths { codes: 32, scales: 64, input: 8, k_tile: SMALL_M_K_TILE };
-    let n_tiles = |n: usize| n.div_ceil(plan.tile_n() as usize) as u32;
+    let tiles: Vec<usize> = [n]
+        .into_iter()
+        .chain(family.iter().map(|member| member.n))
+        .map(|n| plan.tiles(n))
+        .collect();
+    let cubes = plan.cubes_of(&tiles);
     let mut members = SequenceArg::new();
-    let mut tiles = n_tiles(n);
-    for MemberHandles { weight, bias, output, n } in family {
+    let mut first_cube = cubes[0];
+    for (MemberHandles { weight, bias, output, n }, &cubes) in family.into_iter().zip(&cubes[1..]) {
         let input = handles.input.clone();
         // SAFETY: as below.
         members.push(unsafe {
@@ -69,24 +77,25 @@ pub(super) fn launch<F: Float, S: Int>(
                 },
                 BufferArg::from_raw_parts(output, m * n),
                 n as u32,
-                tiles,
+                first_cube,
+                cubes,
             )
         });
-        tiles += n_tiles(n);
+        first_cube += cubes;
     }
     // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
         small_m_kernel::launch_unchecked::<F, S>(
             client,
-            CubeCount::Static(tiles.min(plan.cubes), 1, 1),
+            CubeCount::Static(first_cube, 1, 1),
             CubeDim::new_1d(plan.units()),
             4,
             4,
             operands(handles, matmul, blueprint, widths),
             BufferArg::from_raw_parts(output, m * n),
+            cubes[0],
             members,
-            tiles,
             plan,
         );
     }
@@ -103,7 +112,6 @@ const ROW_STRIDE_PADDED: u32 = 4 * QUARTER_STRIDE_PADDED;
 const ROWS_PER_LANE: u32 = 2;
 /// K tiles in registers: one is multiplied while the other is loaded.
 const PIPELINE_STAGES: u32 = 2;
-
 /// Position of a lane in its cube.
 #[derive(CubeType, Clone, Copy)]
 struct Lane {
@@ -119,16 +127,21 @@ struct Lane {
     k_plane: u32,
 }
 
-/// An n tile, and the place of a lane in it.
+/// A weight's packed rows, and the cubes that multiply by it.
+#[derive(CubeType, Clone, Copy)]
+struct Rows {
+    n: u32,
+    /// Number of this cube among the cubes.
+    cube: u32,
+    cubes: u32,
+}
+
+/// Packed rows of an n tile.
 #[derive(CubeType, Clone, Copy)]
 struct NTile {
-    /// Number of its weight in the family.
-    member: u32,
-    /// Packed rows of its weight.
-    n: u32,
-    /// First packed row of the tile.
+    /// The first one.
     first: u32,
-    /// First packed row of the lane.
+    /// The first one of the lane.
     row: u32,
 }
 
@@ -145,30 +158,11 @@ fn lane_of_unit(#[comptime] plan: SmallM) -> Lane {
     }
 }
 
-/// Returns an n tile, given its number among those of all weights.
+/// Returns the n tile of a number.
 #[cube]
-fn n_tile<F: Float, S: Int, W: Size, X: Size>(
-    operands: &Operands<F, S, W, X>,
-    family: &Sequence<Member<F, S, W>>,
-    tile: u32,
-    lane: &Lane,
-    #[comptime] plan: SmallM,
-) -> NTile {
-    let mut member = 0u32.runtime();
-    let mut n = operands.dims.n;
-    let mut first_tile = 0u32.runtime();
-    #[unroll]
-    for index in 0..family.len() {
-        let next = family.index(index);
-        if tile >= next.first_tile {
-            member = comptime!(index as u32 + 1).runtime();
-            n = next.n;
-            first_tile = next.first_tile;
-        }
-    }
-    let first = (tile - first_tile) * comptime!(plan.tile_n());
-    let row = first + lane.n_plane * 16 + lane.quad;
-    NTile { member, n, first, row }
+fn n_tile(tile: u32, lane: &Lane, #[comptime] plan: SmallM) -> NTile {
+    let first = tile * comptime!(plan.tile_n());
+    NTile { first, row: first + lane.n_plane * 16 + lane.quad }
 }
 
 /// Registers that a lane loads for a step.
@@ -186,7 +180,8 @@ struct Loaded<W: Size, X: Size> {
 #[cube]
 fn load_step<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
-    family: &Sequence<Member<F, S, W>>,
+    weight: &PackedIn<S, W>,
+    n: u32,
     loaded: &mut Loaded<W, X>,
     tile: u32,
     step: u32,
@@ -194,49 +189,22 @@ fn load_step<F: Float, S: Int, W: Size, X: Size>(
     #[comptime] plan: SmallM,
 ) {
     let dims = &operands.dims;
-    let n_tile = n_tile::<F, S, W, X>(operands, family, tile, lane, plan);
+    let n_tile = n_tile(tile, lane, plan);
     let k_tile = min(step * plan.k_planes + lane.k_plane, dims.k_tiles - 1);
-    let members = comptime!(family.len() + 1);
-    if comptime!(members == 1) {
-        load_weight::<S, W, X>(&operands.weight, dims.k_tiles, k_tile, loaded, &n_tile, lane);
-    } else {
-        if n_tile.member == 0u32 {
-            load_weight::<S, W, X>(&operands.weight, dims.k_tiles, k_tile, loaded, &n_tile, lane);
-        }
-        #[unroll]
-        for index in 0..family.len() {
-            if n_tile.member == comptime!(index as u32 + 1) {
-                let weight = &family.index(index).weight;
-                load_weight::<S, W, X>(weight, dims.k_tiles, k_tile, loaded, &n_tile, lane);
-            }
-        }
+    #[unroll]
+    for half in 0..ROWS_PER_LANE {
+        let row = min(n_tile.row + half * 8, n - 1);
+        let at = ((row * dims.k_tiles + k_tile) * 4 + lane.part) as usize;
+        let to = comptime!(half as usize);
+        loaded.codes[comptime!(2 * to)] = weight.codes[at * 2];
+        loaded.codes[comptime!(2 * to + 1)] = weight.codes[at * 2 + 1];
+        loaded.scales[to] = u32::cast_from(weight.scales[at]);
     }
     #[unroll]
     for copy in 0..comptime!(plan.copies()) {
         let row = min(copied_row(lane, copy, plan), dims.m - 1);
         let at = (row * dims.k_tiles + k_tile) * K_TILE_VECTORS + lane.lane;
         loaded.input[copy as usize] = operands.input[at as usize];
-    }
-}
-
-/// Loads the codes and scales of a k tile.
-#[cube]
-fn load_weight<S: Int, W: Size, X: Size>(
-    weight: &PackedIn<S, W>,
-    k_tiles: u32,
-    k_tile: u32,
-    loaded: &mut Loaded<W, X>,
-    n_tile: &NTile,
-    lane: &Lane,
-) {
-    #[unroll]
-    for half in 0..ROWS_PER_LANE {
-        let row = min(n_tile.row + half * 8, n_tile.n - 1);
-        let at = ((row * k_tiles + k_tile) * 4 + lane.part) as usize;
-        let to = comptime!(half as usize);
-        loaded.codes[comptime!(2 * to)] = weight.codes[at * 2];
-        loaded.codes[comptime!(2 * to + 1)] = weight.codes[at * 2 + 1];
-        loaded.scales[to] = u32::cast_from(weight.scales[at]);
     }
 }
 
@@ -252,38 +220,136 @@ fn place_of(row: u32, vector: u32) -> u32 {
     row * ROW_STRIDE_PADDED + vector / 8 * QUARTER_STRIDE_PADDED + vector % 8
 }
 
-/// Copies the whole input to shared memory.
+/// Loads a batch of this unit's vectors of the whole input, from the vector `first` on. Vectors
+/// beyond the last repeat it.
+#[cube]
+fn load_input<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    batch: &mut Array<Vector<u32, X>>,
+    #[comptime] first: u32,
+    #[comptime] plan: SmallM,
+) {
+    let last = operands.dims.m * operands.dims.k_tiles * K_TILE_VECTORS - 1;
+    #[unroll]
+    for index in 0..comptime!(plan.input_batch(first)) {
+        let at = min(UNIT_POS + comptime!((first + index) * plan.units()), last);
+        batch[index as usize] = operands.input[at as usize];
+    }
+}
+
+/// Stores the whole input in shared memory. Of each unit's vectors the first batch is loaded.
 #[cube]
 fn share_all<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
+    batch: &mut Array<Vector<u32, X>>,
     shared: &mut [Vector<u32, X>],
     #[comptime] plan: SmallM,
 ) {
-    let dims = &operands.dims;
-    let row_vectors = dims.k_tiles * K_TILE_VECTORS;
-    let mut at = UNIT_POS;
-    while at < dims.m * row_vectors {
-        let (row, in_row) = (at / row_vectors, at % row_vectors);
-        let (k_tile, vector) = (in_row / K_TILE_VECTORS, in_row % K_TILE_VECTORS);
-        let to = k_tile * comptime!(plan.tile_m * ROW_STRIDE_PADDED) + place_of(row, vector);
-        shared[to as usize] = pairs::<X>(operands.input[at as usize]);
-        at += comptime!(plan.units());
+    let row_vectors = operands.dims.k_tiles * K_TILE_VECTORS;
+    #[unroll]
+    for number in 0..comptime!(plan.input_vectors().div_ceil(SmallM::INPUT_BATCH)) {
+        let first = comptime!(number * SmallM::INPUT_BATCH);
+        if comptime!(number > 0) {
+            load_input::<F, S, W, X>(operands, batch, first, plan);
+        }
+        #[unroll]
+        for index in 0..comptime!(plan.input_batch(first)) {
+            let at = UNIT_POS + comptime!((first + index) * plan.units());
+            if at < operands.dims.m * row_vectors {
+                let (row, in_row) = (at / row_vectors, at % row_vectors);
+                let (k_tile, vector) = (in_row / K_TILE_VECTORS, in_row % K_TILE_VECTORS);
+                let to = k_tile * comptime!(plan.tile_m * ROW_STRIDE_PADDED);
+                shared[(to + place_of(row, vector)) as usize] = pairs::<X>(batch[index as usize]);
+            }
+        }
     }
     sync_cube();
 }
 
-/// Runs the main loop at the head of this file.
+/// Multiplies the input by each weight of a family, with cubes of its own.
 #[cube(launch_unchecked)]
-#[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
 fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
+    cubes: u32,
     family: &mut Sequence<Member<F, S, W>>,
-    tiles: u32,
+    #[comptime] plan: SmallM,
+) {
+    let lane = lane_of_unit(plan);
+    // CubeCL never reuses shared memory: one allocation for all weights.
+    let shared = comptime!(shared_vectors(plan) as usize);
+    let mut shared = Shared::<[Vector<u32, X>]>::new_slice(shared);
+    let staged = comptime!((plan.k_planes * plan.staged_sums()) as usize);
+    let mut staged = Shared::<[f32]>::new_slice(staged);
+    let mut input = Array::<Vector<u32, X>>::new(comptime!(plan.input_batch(0).max(1) as usize));
+    load_input::<F, S, W, X>(operands, &mut input, 0u32, plan);
+    let cube = CUBE_POS as u32;
+    let rows = Rows { n: operands.dims.n, cube, cubes };
+    let alone = comptime!(family.len() == 0);
+    if comptime!(alone) {
+        multiply_by::<F, S, W, X>(
+            operands,
+            &operands.weight,
+            operands.bias,
+            output,
+            &rows,
+            &mut input,
+            &mut shared,
+            &mut staged,
+            &lane,
+            plan,
+        );
+    } else if cube < cubes {
+        multiply_by::<F, S, W, X>(
+            operands,
+            &operands.weight,
+            operands.bias,
+            output,
+            &rows,
+            &mut input,
+            &mut shared,
+            &mut staged,
+            &lane,
+            plan,
+        );
+    }
+    #[unroll]
+    for index in 0..family.len() {
+        let member = family.index_mut(index);
+        if cube >= member.first_cube && cube < member.first_cube + member.cubes {
+            let rows = Rows { n: member.n, cube: cube - member.first_cube, cubes: member.cubes };
+            multiply_by::<F, S, W, X>(
+                operands,
+                &member.weight,
+                member.bias,
+                member.output,
+                &rows,
+                &mut input,
+                &mut shared,
+                &mut staged,
+                &lane,
+                plan,
+            );
+        }
+    }
+}
+
+/// Runs the main loop at the head of this file for a weight.
+#[cube]
+#[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
+fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    weight: &PackedIn<S, W>,
+    bias: &[F],
+    output: &mut [F],
+    rows: &Rows,
+    input: &mut Array<Vector<u32, X>>,
+    shared: &mut [Vector<u32, X>],
+    staged: &mut [f32],
+    lane: &Lane,
     #[comptime] plan: SmallM,
 ) {
     let SmallM { k_planes, tile_m, shared_k_tiles, .. } = comptime!(plan);
-    let lane = lane_of_unit(plan);
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
     let size!(NB) = definition.vector_size(MatrixIdent::B);
@@ -299,8 +365,9 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
 
     let k_tiles = operands.dims.k_tiles;
     let steps = k_tiles.div_ceil(k_planes);
-    let grid = CUBE_COUNT as u32;
-    let mut load_tile = CUBE_POS as u32;
+    let (n, grid) = (rows.n, rows.cubes);
+    let tiles = n.div_ceil(comptime!(plan.tile_n()));
+    let mut load_tile = rows.cube;
     let mut load_at = 0u32.runtime();
     let mut loaded = Sequence::<Loaded<W, X>>::new();
     #[unroll]
@@ -310,7 +377,7 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
             scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
             input: Array::<Vector<u32, X>>::new(comptime!(plan.copies().max(1) as usize)),
         };
-        load_step::<F, S, W, X>(operands, &*family, &mut next, load_tile, load_at, &lane, plan);
+        load_step::<F, S, W, X>(operands, weight, n, &mut next, load_tile, load_at, lane, plan);
         loaded.push(next);
         load_at += 1u32;
         if load_at == steps {
@@ -323,24 +390,16 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
     let buffer = comptime!(tile_m * ROW_STRIDE_PADDED);
     let step_buffer = comptime!(k_planes * buffer);
     let shares_all = comptime!(shared_k_tiles > 0);
-    let length = comptime!(match shares_all {
-        true => shared_k_tiles * buffer,
-        false => PIPELINE_STAGES * step_buffer,
-    });
-    let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(length as usize));
-    // One allocation for all stages: CubeCL never reuses shared memory.
-    let staged = comptime!((k_planes * plan.staged_sums()) as usize);
-    let mut staged = Shared::<[f32]>::new_slice(staged);
     if comptime!(shares_all) {
-        share_all::<F, S, W, X>(operands, &mut shared, plan);
+        share_all::<F, S, W, X>(operands, input, shared, plan);
     }
     prefetch_next(&operands.prefetch, comptime!(false));
 
     let shares_steps = comptime!(!shares_all && plan.n_planes > 1);
-    let own = (tiles - CUBE_POS as u32).div_ceil(grid);
+    let own = (tiles - rows.cube).div_ceil(grid);
     let end = own * steps;
     let mut done = 0u32.runtime();
-    let mut tile = CUBE_POS as u32;
+    let mut tile = rows.cube;
     let mut step = 0u32.runtime();
     while done < end {
         // The rest of this matmul's own weight is in flight.
@@ -356,7 +415,7 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
                 let registers = loaded.index(comptime!(stage as usize));
                 if comptime!(!shares_all) {
                     from = stage * step_buffer + lane.k_plane * buffer;
-                    share_input::<X>(&mut shared, from, &registers.input, &lane, plan);
+                    share_input::<X>(shared, from, &registers.input, lane, plan);
                     if comptime!(shares_steps) {
                         sync_cube();
                     } else {
@@ -369,16 +428,16 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
                         &definition,
                         registers,
                         from,
-                        &shared,
+                        &*shared,
                         &mut sums,
-                        &lane,
+                        lane,
                         plan,
                     );
                 }
                 if done + (stage + PIPELINE_STAGES) < end {
                     let next = loaded.index_mut(comptime!(stage as usize));
                     load_step::<F, S, W, X>(
-                        operands, &*family, next, load_tile, load_at, &lane, plan,
+                        operands, weight, n, next, load_tile, load_at, lane, plan,
                     );
                     load_at += 1u32;
                     if load_at == steps {
@@ -388,16 +447,9 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
                 }
                 step += 1u32;
                 if step == steps {
-                    let stored = n_tile::<F, S, W, X>(operands, &*family, tile, &lane, plan);
+                    let stored = n_tile(tile, lane, plan);
                     store_sums::<F, S, W, X, NC>(
-                        operands,
-                        output,
-                        family,
-                        &sums,
-                        &mut staged,
-                        &stored,
-                        &lane,
-                        plan,
+                        operands, weight, bias, output, n, &sums, staged, &stored, lane, plan,
                     );
                     #[unroll]
                     for m_tile in 0..comptime!(plan.m_tiles()) {
@@ -412,6 +464,15 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
         }
         done += PIPELINE_STAGES;
     }
+}
+
+/// Returns the vectors of the input in shared memory: all of it, or that of the steps in registers.
+const fn shared_vectors(plan: SmallM) -> u32 {
+    let k_tiles = match plan.shared_k_tiles {
+        0 => PIPELINE_STAGES * plan.k_planes,
+        all => all,
+    };
+    k_tiles * plan.tile_m * ROW_STRIDE_PADDED
 }
 
 /// Stores a lane's copy of the input of a step in shared memory.
@@ -500,8 +561,10 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
 #[cube]
 fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     operands: &Operands<F, S, W, X>,
+    weight: &PackedIn<S, W>,
+    bias: &[F],
     output: &mut [F],
-    family: &mut Sequence<Member<F, S, W>>,
+    n: u32,
     sums: &Sequence<Array<Vector<f32, NC>>>,
     staged: &mut [f32],
     n_tile: &NTile,
@@ -532,7 +595,7 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
     while at < rows * dims.m {
         let (in_row, to) = (at % rows, at / rows);
         let row = n_tile.first + in_row;
-        if row < n_tile.n {
+        if row < n {
             let mut sum = 0.0f32.runtime();
             #[unroll]
             for k_plane in 0..plan.k_planes {
@@ -540,20 +603,8 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
             }
             let blueprint = comptime!(operands.blueprint);
             sum *= comptime!(sum_shift(blueprint.grid()));
-            let at = (to * n_tile.n + row) as usize;
-            if n_tile.member == 0u32 {
-                let (weight, bias) = (&operands.weight, operands.bias);
-                output[at] = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
-            }
-            #[unroll]
-            for index in 0..family.len() {
-                if n_tile.member == comptime!(index as u32 + 1) {
-                    let next = family.index_mut(index);
-                    let value =
-                        epilogue_of::<F, S, W>(&next.weight, next.bias, sum, row, blueprint);
-                    next.output[at] = value;
-                }
-            }
+            let value = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
+            output[(to * n + row) as usize] = value;
         }
         at += comptime!(plan.units());
     }

@@ -66,6 +66,9 @@ pub fn rms_norm(
     Ok(outputs)
 }
 
+/// Largest number of vectors of a row that a unit keeps in registers. It reads others twice.
+const KEPT: usize = 4;
+
 #[allow(clippy::too_many_arguments)]
 fn launch<F: Float>(
     client: &Client,
@@ -100,6 +103,7 @@ fn launch<F: Float>(
             epsilon,
             vector as u32,
             adds,
+            vectors.div_ceil(units as usize).clamp(1, KEPT) as u32,
             conversion,
             plane,
             units,
@@ -119,56 +123,121 @@ fn norm_kernel<F: Float, N: Size>(
     epsilon: f32,
     #[comptime] vector: u32,
     #[comptime] adds: bool,
+    #[comptime] kept: u32,
     #[comptime] conversion: Conversion,
     #[comptime] plane: u32,
     #[comptime] units: u32,
 ) {
     let first = CUBE_POS_X * vectors;
+    // Loaded at once, before any of them is waited for.
+    let mut values = Array::<Vector<F, N>>::new(comptime!(kept as usize));
+    let mut updates = Array::<Vector<F, N>>::new(comptime!(kept as usize));
+    let mut weights = Array::<Vector<F, N>>::new(comptime!(kept as usize));
+    #[unroll]
+    for turn in 0..kept {
+        let at = min(UNIT_POS + comptime!(turn * units), vectors - 1);
+        values[turn as usize] = input[(first + at) as usize];
+        if comptime!(adds) {
+            updates[turn as usize] = update[(first + at) as usize];
+        }
+        weights[turn as usize] = weight[at as usize];
+    }
     let mut squares = 0.0f32.runtime();
-    let mut at = UNIT_POS;
+    #[unroll]
+    for turn in 0..kept {
+        let at = UNIT_POS + comptime!(turn * units);
+        if at < vectors {
+            if comptime!(adds) {
+                let added = updates[turn as usize];
+                let sum = sum_of::<F, N>(values[turn as usize], added, vector, conversion);
+                values[turn as usize] = sum;
+                sums[(first + at) as usize] = sum;
+            }
+            squares = add_squares::<F, N>(squares, values[turn as usize], vector);
+        }
+    }
+    let mut at = UNIT_POS + comptime!(kept * units);
     while at < vectors {
         let mut values = input[(first + at) as usize];
         if comptime!(adds) {
-            let added = update[(first + at) as usize];
-            let mut sum = Vector::<F, N>::empty();
-            #[unroll]
-            for index in 0..comptime!(vector as usize) {
-                let value = f32::cast_from(values.extract(index));
-                sum.insert(
-                    index,
-                    narrow::<F>(value + f32::cast_from(added.extract(index)), conversion),
-                );
-            }
-            values = sum;
+            values = sum_of::<F, N>(values, update[(first + at) as usize], vector, conversion);
             sums[(first + at) as usize] = values;
         }
-        #[unroll]
-        for index in 0..comptime!(vector as usize) {
-            let value = f32::cast_from(values.extract(index));
-            squares = fma(value, value, squares);
-        }
+        squares = add_squares::<F, N>(squares, values, vector);
         at += units;
     }
     let mean = sum_of_cube(squares, plane, units) / f32::cast_from(vectors * vector);
     let factor = 1.0f32 / (mean + epsilon).sqrt();
-    let mut at = UNIT_POS;
+    #[unroll]
+    for turn in 0..kept {
+        let at = UNIT_POS + comptime!(turn * units);
+        if at < vectors {
+            let (values, weights) = (values[turn as usize], weights[turn as usize]);
+            normalized[(first + at) as usize] =
+                scaled::<F, N>(values, weights, factor, vector, conversion);
+        }
+    }
+    let mut at = UNIT_POS + comptime!(kept * units);
     while at < vectors {
         let values = if comptime!(adds) {
             sums[(first + at) as usize]
         } else {
             input[(first + at) as usize]
         };
-        let weights = weight[at as usize];
-        let mut output = Vector::<F, N>::empty();
-        #[unroll]
-        for index in 0..comptime!(vector as usize) {
-            let value = f32::cast_from(values.extract(index)) * factor;
-            output.insert(
-                index,
-                narrow::<F>(value * f32::cast_from(weights.extract(index)), conversion),
-            );
-        }
-        normalized[(first + at) as usize] = output;
+        normalized[(first + at) as usize] =
+            scaled::<F, N>(values, weight[at as usize], factor, vector, conversion);
         at += units;
     }
+}
+
+/// Adds two vectors, rounded to their dtype.
+#[cube]
+fn sum_of<F: Float, N: Size>(
+    values: Vector<F, N>,
+    update: Vector<F, N>,
+    #[comptime] vector: u32,
+    #[comptime] conversion: Conversion,
+) -> Vector<F, N> {
+    let mut sum = Vector::<F, N>::empty();
+    #[unroll]
+    for index in 0..comptime!(vector as usize) {
+        let value = f32::cast_from(values.extract(index));
+        sum.insert(index, narrow::<F>(value + f32::cast_from(update.extract(index)), conversion));
+    }
+    sum
+}
+
+/// Adds the squares of a vector to a sum, one after the other.
+#[cube]
+fn add_squares<F: Float, N: Size>(
+    squares: f32,
+    values: Vector<F, N>,
+    #[comptime] vector: u32,
+) -> f32 {
+    let mut squares = squares;
+    #[unroll]
+    for index in 0..comptime!(vector as usize) {
+        let value = f32::cast_from(values.extract(index));
+        squares = fma(value, value, squares);
+    }
+    squares
+}
+
+/// Multiplies a vector by a factor, then by weights, rounded once.
+#[cube]
+fn scaled<F: Float, N: Size>(
+    values: Vector<F, N>,
+    weights: Vector<F, N>,
+    factor: f32,
+    #[comptime] vector: u32,
+    #[comptime] conversion: Conversion,
+) -> Vector<F, N> {
+    let mut output = Vector::<F, N>::empty();
+    #[unroll]
+    for index in 0..comptime!(vector as usize) {
+        let value = f32::cast_from(values.extract(index)) * factor;
+        let weight = f32::cast_from(weights.extract(index));
+        output.insert(index, narrow::<F>(value * weight, conversion));
+    }
+    output
 }

@@ -10,11 +10,11 @@ use burn_fp4_cubecl::{
     Activations, AttentionHandles, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
     PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
     argmax, attend, attention_weights, cubecl, dense_gemv, dequantize, fake_quantize, hadamard,
-    hessian_factor, quantize, quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm,
-    rotate_into_cache, sample, squared_error,
+    hessian_factor, int8_gemv, quantize, quantize_by_hessian, quantize_gptq, quantize_weighted,
+    rms_norm, rotate_into_cache, sample, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
-use burn_fp4_search::host::{self, DequantTarget, SampleOptions, View};
+use burn_fp4_search::host::{self, DequantTarget, SampleOptions, View, quantize_int8};
 use burn_fp4_search::squares::squared_sums;
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
@@ -1349,6 +1349,48 @@ fn few_rows_times_a_dense_weight_are_exact_sums() {
         let refused =
             dense_gemv(client, capability, input(), input(), [9, 1, 4], true, kernel_dtype);
         assert!(matches!(refused, Err(Refusal::Mismatch { expected: 8, found: 9, .. })));
+    }
+}
+
+#[test]
+fn few_rows_times_a_matrix_of_signed_bytes_are_exact_sums() {
+    let device = Device::new();
+    let Device { client, capability } = &device;
+    let mut random = Random::new(47);
+    let dtypes = [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::Bf16];
+    for (at, (m, n, k)) in
+        [(1, 37, 64), (3, 50, 96), (8, 200, 544), (16, 33, 1056)].into_iter().enumerate()
+    {
+        let (dtype, kernel_dtype) = (dtypes[at], kernel_dtype(dtypes[at]));
+        let mut values = |count: usize| (0..count).map(|_| random.normal()).collect::<Vec<_>>();
+        let mut weight = values(n * k);
+        // Codes of both signs at their limits, and blocks of zeros.
+        (weight[0], weight[1]) = (-100.0, 100.0);
+        weight[32..64].fill(0.0);
+        let (codes, scales) = quantize_int8(&weight).expect("whole blocks");
+        assert!(codes.contains(&-127) && codes.contains(&127));
+        let weight: Vec<f32> =
+            codes.iter().zip(0..).map(|(&code, at)| f32::from(code) * scales[at / 32]).collect();
+        let input = device.upload_rounded(values(m * k), kernel_dtype);
+        let exact = exact_products(&weight, &input.0, None, k);
+        let bytes: Vec<u8> = codes.iter().map(|&code| code.cast_unsigned()).collect();
+        let matrix = || {
+            let scales = client.create_from_slice(f32::as_bytes(&scales));
+            [client.create_from_slice(&bytes), scales]
+        };
+        let run =
+            |shape| int8_gemv(client, capability, input.1.clone(), matrix(), shape, kernel_dtype);
+        let output = run([m, n, k]).expect("memory of the shape");
+        let what = format!("{m} x {n} x {k} {dtype:?}");
+        assert_products(&what, &device.floats(output, kernel_dtype), &exact, dtype);
+        for (shape, what) in
+            [([17, 1, 32], "rows of the input"), ([1, 1, 33], "channels of whole blocks")]
+        {
+            assert!(
+                matches!(run(shape), Err(Refusal::Mismatch { what: found, .. }) if found == what)
+            );
+        }
+        assert!(matches!(run([m, n + 1, k]), Err(Refusal::Memory { what: "codes", .. })));
     }
 }
 

@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 
-use crate::devices::decoder::{HostDecoderBackend, has_host_decoder};
+use crate::devices::decoder::{DecoderBackend, multiplies_int8};
 use crate::devices::weight_data;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
@@ -61,11 +61,17 @@ impl Int8Matrix {
         self.codes.shape().num_elements() + 4 * self.scales.shape().num_elements()
     }
 
-    /// Returns true if [`product`](Self::product) multiplies by the codes: on `flex`, in f32.
+    /// Returns true if [`product`](Self::product) multiplies an input of some rows by the codes of
+    /// an `[N, K]` matrix: in f32 on `flex`, and at most 16 rows in kernels of Cube devices.
     /// Elsewhere it dequantizes the whole matrix for each call.
     #[must_use]
-    pub fn multiplies_codes(device: &Device, dtype: DType) -> bool {
-        has_host_decoder(device, [dtype])
+    pub fn multiplies_codes(
+        device: &Device,
+        dtype: DType,
+        rows: usize,
+        [n, k]: [usize; 2],
+    ) -> bool {
+        multiplies_int8(device, dtype, rows, [n, k])
     }
 
     /// Multiplies an input `[.., K]` by the transpose: `[.., N]`. Sums are f32 where it
@@ -84,7 +90,7 @@ impl Int8Matrix {
             return product_of_nothing(input, outputs);
         }
         let (dtype, input) = (input.dtype(), input.reshape([rows, channels]));
-        let product = if Self::multiplies_codes(&input.device(), dtype) {
+        let product = if Self::multiplies_codes(&input.device(), dtype, rows, [outputs, channels]) {
             let codes = self.codes.clone().into_dispatch();
             let scales = self.scales.clone().into_dispatch();
             let input = input.into_dispatch();

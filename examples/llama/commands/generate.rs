@@ -92,7 +92,8 @@ fn report<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let start = std::time::Instant::now();
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let (model, products) = arguments.products.load::<L>(&folder, &device, true)?;
+    let (model, products) =
+        arguments.products.load::<L>(&folder, &device, Some(arguments.sampling.sequences))?;
     let load_seconds = start.elapsed().as_secs_f64();
     let tokenizer = folder.tokenizer()?;
     let prompt = tokenizer.encode(arguments.prompt.as_str(), true);

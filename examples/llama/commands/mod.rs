@@ -89,8 +89,8 @@ pub(crate) struct ProductOptions {
     #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
     tied_embedding: TiedEmbedding,
     /// Format of the `lm_head` in products; a dense one takes most of the time of a small model.
-    /// Defaults to int8 for a dense `lm_head` that generates on flex in f32, else to as-loaded. A
-    /// tied embedding is kept in memory for lookups, too.
+    /// Defaults to int8 for a dense `lm_head` that generates on flex in f32, or at most 16
+    /// sequences on cuda, else to as-loaded. A tied embedding is kept in memory for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
     /// Format of the input of products with FP4 weights on flex and ndarray, except for a tied
@@ -130,12 +130,12 @@ struct ProductFormats {
 
 impl ProductOptions {
     /// Loads the model of a folder. By default a dense `lm_head`, where that is faster, and
-    /// activations become int8 for `generation`.
+    /// activations become int8 to generate a number of sequences.
     fn load<L: Projection>(
         &self,
         folder: &Folder,
         device: &Device,
-        generation: bool,
+        sequences: Option<usize>,
     ) -> Result<(Llama<L>, ProductFormats)> {
         let (mut model, _) = folder.load::<L>(device)?;
         let format = match self.tied_embedding {
@@ -158,15 +158,20 @@ impl ProductOptions {
                     "--lm-head int8: the lm_head is quantized already; leave the option out"
                 );
             }
-            None if generation
-                && Int8Matrix::multiplies_codes(device, model.dtype())
-                && folder.config.hidden_size.is_multiple_of(32) =>
+            None if sequences.is_some_and(|rows| {
+                let head = [folder.config.vocab_size, folder.config.hidden_size];
+                Int8Matrix::multiplies_codes(device, model.dtype(), rows, head)
+                    && head[1].is_multiple_of(32)
+            }) =>
             {
                 rounded = model.round_head_to_int8()?;
             }
             Some(LmHead::AsLoaded) | None => (),
         }
-        let default = if generation { ActivationFormat::Int8 } else { ActivationFormat::F32 };
+        let default = match sequences {
+            Some(_) => ActivationFormat::Int8,
+            None => ActivationFormat::F32,
+        };
         let activations = self.activations.unwrap_or(default);
         let matters = model.set_activations(match activations {
             ActivationFormat::Int8 => Activations::Int8,

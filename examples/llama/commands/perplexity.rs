@@ -45,7 +45,7 @@ struct Report<M> {
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let (model, products) = arguments.products.load::<Fp4Linear>(&folder, &device, false)?;
+    let (model, products) = arguments.products.load::<Fp4Linear>(&folder, &device, None)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let (tokens, windows) = (tokens.held_out(), arguments.windows);
     let Some(reference) = &arguments.reference else {

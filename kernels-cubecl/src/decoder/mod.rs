@@ -6,6 +6,7 @@
 //! | `attention.rs` | [`attend`]: one token's RoPE, the KV cache in place, attention to it     |
 //! | `prefill.rs`   | [`rotate_into_cache`], [`attention_weights`]: the same for many tokens   |
 //! | `dense_gemv.rs` | [`dense_gemv`]: few rows times a dense output layer                      |
+//! | `int8_gemv.rs` | [`int8_gemv`]: few rows times an output layer of signed bytes            |
 //! | `argmax.rs`    | [`argmax`]: index of the largest logit                                   |
 //! | `sample.rs`    | [`sample`]: draws tokens from logits                                     |
 //! | `row.rs`       | a row that the units of a cube divide                                    |
@@ -13,6 +14,7 @@
 mod argmax;
 mod attention;
 mod dense_gemv;
+mod int8_gemv;
 mod norm;
 mod prefill;
 mod row;
@@ -21,6 +23,7 @@ mod sample;
 pub use argmax::argmax;
 pub use attention::{AttentionHandles, attend, check_attention};
 pub use dense_gemv::{MAX_DENSE_GEMV_ROWS, dense_gemv};
+pub use int8_gemv::{MAX_INT8_GEMV_ROWS, int8_gemv};
 pub use norm::{Normalized, rms_norm};
 pub use prefill::{attention_weights, check_prefill, rotate_into_cache};
 pub use sample::sample;

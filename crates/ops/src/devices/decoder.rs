@@ -14,7 +14,7 @@ use burn::tensor::Shape;
 use burn::tensor::Tensor;
 use burn::tensor::{DType, Device};
 #[cfg(feature = "cube")]
-use burn_fp4_cubecl::{MAX_DENSE_GEMV_ROWS, check_attention, check_prefill};
+use burn_fp4_cubecl::{MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, check_attention, check_prefill};
 use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM};
 #[cfg(feature = "cube")]
 use burn_fp4_search::host::{SampleOptions, View};
@@ -53,6 +53,24 @@ pub(crate) fn decoder_code<const N: usize>(
             let _ = dtypes;
             None
         }
+    }
+}
+
+/// Returns true if one operation of a device multiplies rows of a dtype by an `[n, k]` matrix of
+/// signed bytes.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub(crate) fn multiplies_int8(
+    device: &Device,
+    dtype: DType,
+    rows: usize,
+    [n, k]: [usize; 2],
+) -> bool {
+    match decoder_code(device, [dtype]) {
+        #[cfg(feature = "cube")]
+        Some(DecoderCode::Kernels) => {
+            rows <= MAX_INT8_GEMV_ROWS && n.max(rows).saturating_mul(k) <= View::MAX_LEN
+        }
+        code => code.is_some(),
     }
 }
 
@@ -149,6 +167,15 @@ pub(crate) trait DecoderBackend: Backend {
     #[fusion(dtype = input, shape = Shape::new([input[0], weight[1]]))]
     fn decoder_gemv(input: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self>;
 
+    /// Multiplies `[M, K]` by the transpose of a matrix of signed bytes, `[N, K]` with a scale for
+    /// each 32 of them: `[M, N]`.
+    #[fusion(dtype = input, shape = Shape::new([input[0], codes[0]]))]
+    fn decoder_int8_weight_matmul(
+        input: FloatTensor<Self>,
+        codes: IntTensor<Self>,
+        scales: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
+
     /// Rotates queries and keys, updates a KV cache at `positions` and attends: the outputs, in the
     /// shape of the queries, and the cache.
     #[allow(clippy::too_many_arguments)]
@@ -188,14 +215,6 @@ pub(crate) trait SampleBackend: Backend {
 pub(crate) trait HostDecoderBackend: Backend {
     /// Computes `silu(gate) * up`.
     fn decoder_swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self>;
-
-    /// Multiplies `[M, K]` by the transpose of a matrix of signed bytes, `[N, K]` with a scale for
-    /// each 32 of them: `[M, N]`.
-    fn decoder_int8_weight_matmul(
-        input: FloatTensor<Self>,
-        codes: IntTensor<Self>,
-        scales: FloatTensor<Self>,
-    ) -> FloatTensor<Self>;
 }
 
 /// Returns the outputs of [`DecoderBackend::decoder_attention`].

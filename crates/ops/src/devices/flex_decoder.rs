@@ -46,6 +46,21 @@ impl DecoderBackend for Flex {
         output
     }
 
+    fn decoder_int8_weight_matmul(
+        input: FlexTensor,
+        codes: FlexTensor,
+        scales: FlexTensor,
+    ) -> FlexTensor {
+        let ([m, k], [n, _]) = (dims(&input), dims(&codes));
+        let (input, codes, scales) = (contiguous(input), codes.to_contiguous(), contiguous(scales));
+        let weight =
+            Int8Weight { codes: codes.as_slice().expect(CHECKED), scales: values(&scales) };
+        let mut output = zeros(Shape::new([m, n]));
+        host::int8_weight_matmul(values(&input), weight, [n, k], output.storage_mut())
+            .expect(CHECKED);
+        output
+    }
+
     fn decoder_attention(
         queries: FlexTensor,
         keys: FlexTensor,
@@ -85,21 +100,6 @@ impl HostDecoderBackend for Flex {
         let (mut gate, up) = (contiguous(gate), contiguous(up));
         host::swiglu(values_mut(&mut gate), values(&up)).expect(CHECKED);
         gate
-    }
-
-    fn decoder_int8_weight_matmul(
-        input: FlexTensor,
-        codes: FlexTensor,
-        scales: FlexTensor,
-    ) -> FlexTensor {
-        let ([m, k], [n, _]) = (dims(&input), dims(&codes));
-        let (input, codes, scales) = (contiguous(input), codes.to_contiguous(), contiguous(scales));
-        let weight =
-            Int8Weight { codes: codes.as_slice().expect(CHECKED), scales: values(&scales) };
-        let mut output = zeros(Shape::new([m, n]));
-        host::int8_weight_matmul(values(&input), weight, [n, k], output.storage_mut())
-            .expect(CHECKED);
-        output
     }
 }
 

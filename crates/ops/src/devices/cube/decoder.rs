@@ -6,8 +6,8 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::{
-    AttentionHandles, Capability, Refusal, argmax, attend, attention_weights, dense_gemv, rms_norm,
-    rotate_into_cache, sample,
+    AttentionHandles, Capability, Refusal, argmax, attend, attention_weights, dense_gemv,
+    int8_gemv, rms_norm, rotate_into_cache, sample,
 };
 use burn_fp4_search::host::{AttentionShape, SampleOptions};
 
@@ -52,6 +52,25 @@ impl DecoderBackend for CubeBackend {
                 output_tensor(&input, output.expect(CHECKED), Shape::new([m, n]), input.dtype)
             }
         }
+    }
+
+    fn decoder_int8_weight_matmul(
+        input: CubeTensor,
+        codes: CubeTensor,
+        scales: CubeTensor,
+    ) -> CubeTensor {
+        let ([m, k], [n, _]) = (input.meta.shape().dims(), codes.meta.shape().dims());
+        let input = into_contiguous(input);
+        let matrix = [codes, scales].map(|part| into_contiguous(part).handle);
+        let product = int8_gemv(
+            &input.client,
+            &Capability::of(&input.client),
+            input.handle.clone(),
+            matrix,
+            [m, n, k],
+            kernel_dtype(input.dtype),
+        );
+        output_tensor(&input, product.expect(CHECKED), Shape::new([m, n]), input.dtype)
     }
 
     fn decoder_attention(

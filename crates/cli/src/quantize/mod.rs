@@ -41,6 +41,7 @@ use burn_fp4_checkpoints::{
 };
 use burn_fp4_policy::{Recipe, RecipeFile};
 use burn_fp4_search::{Fp4Scheme, Method};
+use chrono::{DateTime, Utc};
 
 use crate::accuracy::{Errors, TallyAt};
 use crate::checkpoint::{Input, model, not_copied, target};
@@ -48,7 +49,6 @@ use crate::convert::unconfirmed;
 use crate::error::CliError;
 use crate::finite::Copied;
 use crate::interrupt::Announced;
-use crate::page::time;
 use crate::print::{next, print, print_json, say};
 use crate::progress;
 use crate::readers;
@@ -504,8 +504,11 @@ fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, C
             }
             false => {
                 let modified = metadata.modified().map_err(file)?;
-                let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
-                format!("modified at {}", time(modified))
+                let since = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
+                let seconds = i64::try_from(since.as_secs()).unwrap_or(i64::MAX);
+                let modified = DateTime::from_timestamp(seconds, since.subsec_nanos())
+                    .unwrap_or(DateTime::<Utc>::MAX_UTC);
+                format!("modified at {}", modified.format("%F %T%.9f UTC"))
             }
         };
         let (path, length) = (path.display(), metadata.len());

@@ -33,6 +33,18 @@ impl Capability {
     /// Reads the capability of a client's device, and tests the kernels if it is one of the wgpu
     /// runtime. Their [`Decoding`] is the fastest whose values are those of the host.
     ///
+    /// ```
+    /// # #[cfg(feature = "cpu")] {
+    /// use burn_fp4_cubecl::Capability;
+    /// use burn_fp4_cubecl::cubecl::Device;
+    ///
+    /// let client = Device::default().client();
+    /// let device = Capability::tested(&client)?;
+    /// assert_eq!(device, Capability::of(&client)); // only drivers of wgpu are tested
+    /// # }
+    /// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Refusal::Device`] if the device lacks what kernels need, [`Refusal::SelfTest`] if values
     /// are wrong, [`Refusal::Failed`] if the device fails.

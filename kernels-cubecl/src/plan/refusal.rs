@@ -5,6 +5,16 @@ use burn_fp4_search::{Method, SearchError};
 use super::problem::Operation;
 
 /// The reason why an operation is not launched.
+///
+/// ```
+/// use burn_fp4_cubecl::{Operation, Refusal};
+/// use burn_fp4_search::Method;
+///
+/// let short = Refusal::Memory { what: "values", expected: 1024, found: 1020 };
+/// assert_eq!(short.to_string(), "values is 1020 bytes of memory, not 1024");
+/// let method = Refusal::Method { operation: Operation::Quantize, found: Method::Hessian };
+/// assert_eq!(method.to_string(), "there is no kernel of `quantize` for method `hessian`");
+/// ```
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {

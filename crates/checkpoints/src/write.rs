@@ -1,5 +1,5 @@
-//! Writing a model in a dialect: everything is planned and checked before the first byte, then
-//! one weight after another is made and written; what is there at the end is whole or not there.
+//! Writes a model in a dialect. Everything is planned and checked before the first byte; then one
+//! weight after another is made and written. The target appears atomically.
 
 mod flusher;
 mod journal;
@@ -31,7 +31,7 @@ impl<'a> Model<'a> {
     /// Writes the model: a folder of safetensors files with configs and sidecar files, or a GGUF
     /// file.
     ///
-    /// The same model makes the same bytes. Nothing is at `path` until all of it is.
+    /// The same model makes the same bytes. `path` appears atomically, when all is written.
     ///
     /// Casting happens twice, once to plan and once to write, so that never more than one weight is
     /// in memory. Once it is at `path`, a file system that does not confirm that its name is on the

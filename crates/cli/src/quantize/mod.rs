@@ -11,11 +11,10 @@
 //! | `group.rs`      | weights that are quantized together                                 |
 //! | `statistics.rs` | statistics of the inputs of layers, in a file                       |
 //! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
-//! | `ahead.rs`      | hints to the system about reads that follow                         |
+//! | `readahead.rs`  | advice to the system about reads that follow                        |
 //! | `pipeline.rs`   | reading ahead, quantizing, writing behind                           |
-//! | `budget.rs`     | memory that these share                                             |
+//! | `budget.rs`     | a semaphore over the bytes of memory that these share               |
 
-mod ahead;
 mod budget;
 mod device;
 mod engine;
@@ -27,6 +26,7 @@ mod matrix;
 mod options;
 mod pipeline;
 mod plan;
+mod readahead;
 mod statistics;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -58,7 +58,6 @@ use crate::table::{width, wrapped};
 use crate::unheld::{holders, pattern};
 use crate::unmet::unmet;
 use crate::warnings::help;
-use ahead::{Ahead, Ends};
 use budget::Budget;
 use device::Device;
 use engine::Engine;
@@ -67,6 +66,7 @@ use matrix::Quantizer;
 use options::{Options, ResolvedOptions};
 use pipeline::{Work, noted};
 use plan::Report;
+use readahead::{Readahead, StopOnDrop};
 use statistics::{MADE_BY, StatisticsFile};
 
 /// Quantize the weights of a checkpoint to 4 bits.
@@ -189,13 +189,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let statistics = statistics.as_ref();
     let jobs = jobs(&model, &selection, &planned, statistics);
     let memory = memory(arguments.memory, &model, &jobs)?;
-    let ahead = Ahead::default();
+    let readahead = Readahead::default();
     thread::scope(|scope| {
-        let _ends = Ends(&ahead);
-        let look = |jobs: Vec<_>| scope.spawn(|| ahead.look(&model, jobs.into_iter(), &reader));
+        let _stop = StopOnDrop(&readahead);
+        let advise =
+            |jobs: Vec<_>| scope.spawn(|| readahead.advise(&model, jobs.into_iter(), &reader));
         if !arguments.dry_run && !arguments.resume {
             // While the device is made ready.
-            look(jobs.iter().collect());
+            advise(jobs.iter().collect());
         }
         let engine = Engine::open(arguments.device)?;
         let quantizer = Quantizer::new(&engine, statistics);
@@ -228,7 +229,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let todo = |job: &&Job| !job.weights.iter().all(|&at| output.is_done(at));
         let todo: Vec<&Job> = jobs.iter().filter(todo).collect();
         if arguments.resume {
-            look(todo.clone());
+            advise(todo.clone());
         }
         let (all, left) = (bytes(jobs.iter()), bytes(todo.iter().copied()));
         let bar = progress::bytes(all, all - left);
@@ -242,7 +243,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             jobs: &todo,
             quantizer: &quantizer,
             budget: &Budget::new(memory),
-            ahead: &ahead,
+            readahead: &readahead,
             bar: &bar,
             copied: &copied,
         };

@@ -897,7 +897,7 @@ fn saved_files_are_split_at_a_size_and_published_atomically() {
     let before = files(&path);
     assert!(matches!(
         saved.save_fp4(&path, "modelopt", &map),
-        Err(Fp4Error::Checkpoint(error)) if matches!(*error, CheckpointError::Exists { .. })
+        Err(Fp4Error::Checkpoint(error)) if matches!(*error, CheckpointError::TargetExists { .. })
     ));
     assert!(files(&path) == before);
     assert!(saved.save_fp4(folder.join("refused"), "gpt-oss", &map).is_err());

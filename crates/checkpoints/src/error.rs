@@ -217,7 +217,7 @@ pub enum CheckpointError {
     },
     /// The target exists.
     #[error("{}: already exists; remove it, or write to another path", .path.display())]
-    Exists {
+    TargetExists {
         /// The target.
         path: PathBuf,
     },
@@ -237,7 +237,7 @@ pub enum CheckpointError {
          or remove the folder to start over",
         .path.display()
     )]
-    OtherTask {
+    ResumeMismatch {
         /// The folder with what there is of it.
         path: PathBuf,
         /// The first part of its task that differs.
@@ -260,7 +260,7 @@ pub enum CheckpointError {
         "{}: was not left by a run of this program; move it away, or write to another name",
         .path.display()
     )]
-    NotOurs {
+    ForeignFiles {
         /// The folder that a write would make and remove.
         path: PathBuf,
     },

@@ -99,12 +99,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     remarks.print();
     let reader = Reader::new(checkpoint.container());
     let planned = model.plan_keeping(dialect, &options, &reader, &arguments.keep);
-    let planned = planned.map_err(|error| unheld(error, &model).of_option().meanwhile())?;
+    let planned = planned.map_err(|error| unheld(error, &model).of_option().during_run())?;
     let mut output = planned.create(&out, "convert", Start::Over)?;
     let copied = Copied::default();
     let written = write(&planned, &mut output, &model, &reader, &copied);
     let finished = written.and_then(|decoded| Ok((decoded, output.finish()?)));
-    let (decoded, lost) = finished.map_err(CliError::meanwhile)?;
+    let (decoded, lost) = finished.map_err(CliError::during_run)?;
     remarks.warn_each(lost.iter().map(unconfirmed));
     copied.warn(&model, &mut remarks);
     remarks.note_each(changes(&planned.report(), dialect)?);

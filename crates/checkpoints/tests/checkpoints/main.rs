@@ -368,7 +368,7 @@ fn files_are_filled_up_to_a_size_and_published_whole() {
     assert!(!folder.join("one/model.safetensors.index.json").exists());
 
     let exists = source.write(&path, "modelopt", &options);
-    assert!(matches!(exists, Err(CheckpointError::Exists { .. })));
+    assert!(matches!(exists, Err(CheckpointError::TargetExists { .. })));
     // NaN is found while the file is written, and nothing is left behind.
     let mut bad = model(Fp4Format::NvFp4, [0.25, 0.5], None);
     if let Value::Fp4(fp4) = &mut bad.weights[3].value {

@@ -275,7 +275,7 @@ pub(crate) fn by_default(model: &Model<'_>) -> Option<(Selection, Option<CliErro
 fn out(arguments: &Arguments, dialect: &str) -> Result<Option<PathBuf>, CliError> {
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose();
     out.map_err(|error| match error {
-        CliError::Checkpoint(CheckpointError::Exists { path }) if arguments.resume => {
+        CliError::Checkpoint(CheckpointError::TargetExists { path }) if arguments.resume => {
             CliError::NothingToResume { path }
         }
         error => error,
@@ -414,7 +414,7 @@ fn write(
         let (error, partial) = (Box::new(error), partial.to_owned());
         CliError::Interrupted { error, partial }
     };
-    match done.map_err(CliError::meanwhile) {
+    match done.map_err(CliError::during_run) {
         Ok(errors) => {
             let partial = output.keep().to_owned();
             let unconfirmed = output.finish();
@@ -426,7 +426,10 @@ fn write(
         // What a user has to change makes another task; a machine may do better the next time.
         Err(error) if error.exit_code() == 3 => Err(interrupted(error, output.keep())),
         Err(error) => Err(match output.stays() {
-            Some(partial) => CliError::Left { error: Box::new(error), partial: partial.to_owned() },
+            Some(partial) => {
+                let partial = partial.to_owned();
+                CliError::PartialKept { error: Box::new(error), partial }
+            }
             None => error,
         }),
     }

@@ -134,17 +134,18 @@ pub enum CheckpointError {
     /// The checkpoint says that it is written in more than one dialect.
     #[error(
         "{}: several dialects are named, {}; name one of them",
-        .path.display(), .claims.join(" and ")
+        .path.display(), .evidence.join(" and ")
     )]
     Ambiguous {
         /// The checkpoint.
         path: PathBuf,
         /// Each dialect with the evidence for it.
-        claims: Vec<String>,
+        evidence: Vec<String>,
     },
     /// The checkpoint says that it is written in another dialect than it is to be read in.
     #[error(
-        "{}: cannot be read as `{asked}`: it says that it is {claim}; name that dialect, or none",
+        "{}: cannot be read as `{asked}`: it says that it is {evidence}; name that dialect, or \
+         none",
         .path.display()
     )]
     OtherDialect {
@@ -153,7 +154,7 @@ pub enum CheckpointError {
         /// The dialect asked for.
         asked: &'static str,
         /// The dialect that it names, with the evidence for it.
-        claim: String,
+        evidence: String,
     },
     /// The checkpoint is to be read as one without quantization, and has some.
     #[error(

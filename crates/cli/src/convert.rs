@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::dialect::{self, Stated};
+use burn_fp4_checkpoints::dialect::{self, ScaleConvention};
 use burn_fp4_checkpoints::{
     CheckpointError, DefectKind, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, Weight,
     WriteOptions, WriteReport, missing_layers, packed_embedding, unlike_scales,
@@ -363,14 +363,14 @@ fn changes(report: &WriteReport, dialect: &str) -> Result<Vec<String>, CliError>
             Percent(100.0 * report.inverted_error)
         ),
     };
-    let stated = match writer.holds().tensor_scale {
-        Stated::Divisor => "divides by tensor scales, where the input multiplies by them",
-        Stated::Multiplier | Stated::Folded => {
+    let convention = match writer.scale_support().tensor_scale {
+        ScaleConvention::Divisor => "divides by tensor scales, where the input multiplies by them",
+        ScaleConvention::Multiplier | ScaleConvention::Folded => {
             "multiplies by tensor scales, where the input divides by them"
         }
     };
     let inverted = count(report.inverted, "reciprocal");
-    note(report.inverted, format!("`{dialect}` {stated}: {inverted} written, {exactness}"));
+    note(report.inverted, format!("`{dialect}` {convention}: {inverted} written, {exactness}"));
     for (what, cast) in [("cast", report.cast), ("folded", report.folded)] {
         let (blocks, changed, values) = (cast.blocks, cast.changed_blocks, cast.changed_values);
         note(

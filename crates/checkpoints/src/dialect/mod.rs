@@ -35,7 +35,7 @@ use crate::tensor::Tensor;
 use crate::weight::{Quantization, Value, Weight};
 pub use readers::{Known, Program, ProgramRow, ReadBy};
 pub(crate) use scheme::has_dynamic_inputs;
-pub use traits::{Dialect, Frame, Holds, Stated, Write};
+pub use traits::{Dialect, Envelope, ScaleConvention, ScaleSupport, Write};
 
 /// The dialect of a checkpoint that names no other.
 static PLAIN: plain::Plain = plain::Plain { dialects: names };
@@ -76,7 +76,7 @@ pub fn named(name: &str) -> Result<&'static dyn Dialect, CheckpointError> {
 #[non_exhaustive]
 pub enum KnownBy {
     /// Its configs or metadata name it, or name none, as nothing is quantized.
-    Claim,
+    Metadata,
     /// Only the names and shapes of its tensors do, which no other dialect explains.
     Tensors,
     /// The caller names it.
@@ -92,9 +92,9 @@ pub enum KnownBy {
 pub(crate) fn detect(
     container: &Container,
 ) -> Result<(&'static dyn Dialect, KnownBy), CheckpointError> {
-    let claims = claims(container);
-    match claims[..] {
-        [(dialect, _)] => Ok((dialect, KnownBy::Claim)),
+    let detections = detections(container);
+    match detections[..] {
+        [(dialect, _)] => Ok((dialect, KnownBy::Metadata)),
         [] => match container.quantization() {
             None => by_tensors(container),
             Some(quantization) => Err(CheckpointError::Field {
@@ -107,7 +107,7 @@ pub(crate) fn detect(
         },
         _ => Err(CheckpointError::Ambiguous {
             path: container.root().to_owned(),
-            claims: claims.iter().map(text_of).collect(),
+            evidence: detections.iter().map(text_of).collect(),
         }),
     }
 }
@@ -133,7 +133,7 @@ pub(crate) fn read<'a>(
 fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), CheckpointError> {
     let scales = parts::Scales::of(container);
     let Some(part) = container.tensors().find(|tensor| plain::is_part(&scales, tensor)) else {
-        return Ok((&PLAIN, KnownBy::Claim));
+        return Ok((&PLAIN, KnownBy::Metadata));
     };
     let alone = |weight: &Weight<'_>| match &weight.value {
         Value::Plain(tensor) => plain::is_part(&scales, tensor),
@@ -155,7 +155,7 @@ fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), 
     }
     match best[..] {
         // As nothing it is an error that names the part.
-        [] => Ok((&PLAIN, KnownBy::Claim)),
+        [] => Ok((&PLAIN, KnownBy::Metadata)),
         [(dialect, _)] => Ok((dialect, KnownBy::Tensors)),
         _ => Err(CheckpointError::NoDialect {
             path: container.root().to_owned(),
@@ -190,14 +190,14 @@ fn read_the_same(ones: &[Weight<'_>], others: &[Weight<'_>]) -> bool {
 }
 
 /// A dialect, and the evidence for it in a checkpoint.
-type Claim = (&'static dyn Dialect, &'static str);
+type Detection = (&'static dyn Dialect, &'static str);
 
-fn claims(container: &Container) -> Vec<Claim> {
-    let claim = |dialect: &'static dyn Dialect| Some((dialect, dialect.evidence(container)?));
-    DIALECTS.into_iter().filter_map(claim).collect()
+fn detections(container: &Container) -> Vec<Detection> {
+    let detection = |dialect: &'static dyn Dialect| Some((dialect, dialect.evidence(container)?));
+    DIALECTS.into_iter().filter_map(detection).collect()
 }
 
-fn text_of((dialect, why): &Claim) -> String {
+fn text_of((dialect, why): &Detection) -> String {
     format!("{} ({why})", dialect.name())
 }
 
@@ -210,11 +210,11 @@ pub(crate) fn check(
     container: &Container,
     asked: &'static dyn Dialect,
 ) -> Result<(), CheckpointError> {
-    let claims = claims(container);
-    match claims.first() {
-        Some(first) if claims.iter().all(|(claim, _)| claim.name() != asked.configs_of()) => {
-            let (path, claim) = (container.root().to_owned(), text_of(first));
-            Err(CheckpointError::OtherDialect { path, asked: asked.name(), claim })
+    let detections = detections(container);
+    match detections.first() {
+        Some(first) if detections.iter().all(|(named, _)| named.name() != asked.configs_of()) => {
+            let (path, evidence) = (container.root().to_owned(), text_of(first));
+            Err(CheckpointError::OtherDialect { path, asked: asked.name(), evidence })
         }
         None if asked.name() == PLAIN.name() => plain::check(container, names()),
         Some(_) | None => Ok(()),

@@ -5,7 +5,7 @@ use burn_fp4_formats::Fp4Format;
 use super::parts::{self, Scales};
 use super::readers::ReadBy;
 use super::scheme::{torch_metadata, without_quantization};
-use super::traits::{Dialect, Frame, Write};
+use super::traits::{Dialect, Envelope, Write};
 use crate::container::{CONFIG, Container};
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
@@ -110,9 +110,9 @@ impl Write for Writer {
         &[]
     }
 
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError> {
         let config = model.config.as_ref().map(without_quantization);
         let configs = config.into_iter().map(|config| (CONFIG, config)).collect();
-        Ok(Frame::Folder { metadata: torch_metadata(), configs })
+        Ok(Envelope::Folder { metadata: torch_metadata(), configs })
     }
 }

@@ -68,7 +68,7 @@ pub trait Dialect: Sync {
 /// The writer of a dialect.
 ///
 /// ```
-/// use burn_fp4_checkpoints::dialect::{Stated, writer};
+/// use burn_fp4_checkpoints::dialect::{ScaleConvention, writer};
 /// use burn_fp4_checkpoints::{Fp4Weight, Value, Weight};
 /// use burn_fp4_formats::Fp4Format;
 ///
@@ -77,10 +77,11 @@ pub trait Dialect: Sync {
 /// assert!(readers.any(|reader| reader.program.row().name == "llama.cpp"));
 /// let columns = [modelopt, gguf].map(|writer| writer.columns(Fp4Format::NvFp4, 16));
 /// assert_eq!(columns, [16, 64], "a record of ggml has four blocks");
-/// assert_eq!(modelopt.holds().tensor_scale, Stated::Multiplier);
+/// assert_eq!(modelopt.scale_support().tensor_scale, ScaleConvention::Multiplier);
 /// let fp4 = Fp4Weight::outline(Fp4Format::MxFp4, 32, vec![1, 32], false, false);
 /// let mxfp4 = Weight::new("up.weight", 0, Value::Fp4(fp4));
-/// assert_eq!(modelopt.holds_of(&mxfp4).tensor_scale, Stated::Folded, "MXFP4 has none");
+/// let scales = modelopt.scale_support_of(&mxfp4);
+/// assert_eq!(scales.tensor_scale, ScaleConvention::Folded, "MXFP4 has none");
 /// assert!(modelopt.quantizes_input(&mxfp4), "its readers round inputs to FP8");
 /// assert!(!modelopt.turns() && writer("compressed-tensors")?.1.turns());
 /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
@@ -95,14 +96,14 @@ pub trait Write: Sync {
     /// The programs that read a format in this dialect, in blocks of the format's own size.
     fn readers(&self, format: Fp4Format) -> &'static [ReadBy];
 
-    /// Which scales it has a place for.
-    fn holds(&self) -> Holds {
-        Holds { tensor_scale: Stated::Multiplier, input_scale: true }
+    /// The scales that it has a place for.
+    fn scale_support(&self) -> ScaleSupport {
+        ScaleSupport { tensor_scale: ScaleConvention::Multiplier, input_scale: true }
     }
 
     /// The scales that it has a place for with this weight.
-    fn holds_of(&self, _weight: &Weight<'_>) -> Holds {
-        self.holds()
+    fn scale_support_of(&self, _weight: &Weight<'_>) -> ScaleSupport {
+        self.scale_support()
     }
 
     /// Returns true if readers quantize the layer's input as the layer runs where the file has no
@@ -131,7 +132,7 @@ pub trait Write: Sync {
     /// The files and metadata around the tensors.
     ///
     /// ```
-    /// use burn_fp4_checkpoints::dialect::{Frame, writer};
+    /// use burn_fp4_checkpoints::dialect::{Envelope, writer};
     /// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight};
     /// use burn_fp4_formats::Fp4Format;
     ///
@@ -139,7 +140,8 @@ pub trait Write: Sync {
     /// let weights = vec![Weight::new("up.weight", 0, Value::Fp4(fp4))];
     /// let model = Model { weights, ..Model::default() };
     /// let (_, modelopt) = writer("modelopt")?;
-    /// let Frame::Folder { configs, .. } = modelopt.frame(&model)? else { panic!("a folder") };
+    /// let envelope = modelopt.envelope(&model)?;
+    /// let Envelope::Folder { configs, .. } = envelope else { panic!("a folder") };
     /// assert_eq!([configs[0].0, configs[1].0], ["config.json", "hf_quant_config.json"]);
     /// let shards = vec![("up.weight".to_owned(), "model-00001-of-00002.safetensors".to_owned())];
     /// let index = modelopt.index(shards, 8);
@@ -150,7 +152,7 @@ pub trait Write: Sync {
     /// # Errors
     /// [`CheckpointError::CannotHold`] if the dialect has no words for it, or a pattern that
     /// cannot be matched.
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError>;
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError>;
 
     /// The text of the index, of the shard of every tensor and the bytes of all of them.
     fn index(&self, mut shards: Vec<(String, String)>, total: u64) -> serde_json::Value {
@@ -160,22 +162,22 @@ pub trait Write: Sync {
     }
 }
 
-/// Which scales a dialect has a place for.
+/// The scales that a dialect has a place for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Holds {
+pub struct ScaleSupport {
     /// The form of the tensor scale.
-    pub tensor_scale: Stated,
+    pub tensor_scale: ScaleConvention,
     /// True if it has the scale of a layer's input. Where not, it is left out, and counted.
     pub input_scale: bool,
 }
 
 /// The form in which a dialect states a tensor scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stated {
-    /// As what multiplies.
+pub enum ScaleConvention {
+    /// Values are multiplied by it.
     Multiplier,
-    /// As what divides.
+    /// Values are divided by it.
     Divisor,
     /// Not at all: it is folded into the block scales.
     Folded,
@@ -183,7 +185,7 @@ pub enum Stated {
 
 /// Configs and metadata around the tensors.
 #[derive(Debug)]
-pub enum Frame {
+pub enum Envelope {
     /// A folder of safetensors files.
     Folder {
         /// `__metadata__` of every file.

@@ -410,10 +410,10 @@ fn a_file_alone_is_read_in_the_dialect_that_explains_its_tensors() {
         let alone = Checkpoint::open(&moved).expect("a file");
         assert_eq!((alone.dialect(), alone.known_by()), (read, KnownBy::Tensors));
         let whole = Checkpoint::open(&path).expect("a folder");
-        assert_eq!(whole.known_by(), KnownBy::Claim);
+        assert_eq!(whole.known_by(), KnownBy::Metadata);
         // The configs next to a file are its own.
         let inside = Checkpoint::open(&inside).expect("a file");
-        assert_eq!((inside.dialect(), inside.known_by()), (whole.dialect(), KnownBy::Claim));
+        assert_eq!((inside.dialect(), inside.known_by()), (whole.dialect(), KnownBy::Metadata));
         assert_eq!(inside.container().config(), whole.container().config());
         assert!(inside.container().configs().eq(whole.container().configs()));
         let (alone, whole) = (alone.weights().expect("weights"), whole.weights().expect("weights"));

@@ -60,7 +60,15 @@ impl Dialect for CompressedTensors {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, self.name())
+        quant_method(container, self.quant_methods())
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &[".weight_packed"]
+    }
+
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &["compressed-tensors"]
     }
 
     fn read<'a>(

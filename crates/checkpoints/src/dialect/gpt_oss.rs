@@ -37,7 +37,15 @@ impl Dialect for GptOss {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, "mxfp4")
+        quant_method(container, self.quant_methods())
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &["_blocks"]
+    }
+
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &["mxfp4"]
     }
 
     fn read<'a>(

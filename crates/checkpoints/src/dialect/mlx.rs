@@ -42,6 +42,10 @@ impl Dialect for Mlx {
         mlx.then_some("quantization of config.json")
     }
 
+    fn suffixes(&self) -> &'static [&'static str] {
+        &[".scales"]
+    }
+
     fn read<'a>(
         &self,
         container: &'a Container,

@@ -28,6 +28,8 @@ mod scheme;
 mod torchao;
 mod traits;
 
+use std::sync::LazyLock;
+
 use crate::container::{CONFIG, Container};
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
@@ -38,7 +40,7 @@ pub(crate) use scheme::has_dynamic_inputs;
 pub use traits::{Dialect, Envelope, ScaleConvention, ScaleSupport, Write};
 
 /// The dialect of a checkpoint that names no other.
-static PLAIN: plain::Plain = plain::Plain { dialects: names };
+static PLAIN: plain::Plain = plain::Plain { dialects: names, suffixes };
 
 /// The dialects.
 pub static DIALECTS: [&dyn Dialect; 12] = [
@@ -60,6 +62,20 @@ pub static DIALECTS: [&dyn Dialect; 12] = [
 fn names() -> Vec<&'static str> {
     DIALECTS.iter().map(|dialect| dialect.name()).collect()
 }
+
+/// The [suffixes](Dialect::suffixes) of the dialects.
+fn suffixes() -> Vec<&'static str> {
+    DIALECTS.iter().flat_map(|dialect| dialect.suffixes()).copied().collect()
+}
+
+/// The [methods](Dialect::quant_methods) that configs may name, as a text.
+static QUANT_METHODS: LazyLock<String> = LazyLock::new(|| {
+    let methods = DIALECTS.iter().flat_map(|dialect| dialect.quant_methods()).copied();
+    match &methods.collect::<Vec<_>>()[..] {
+        [others @ .., last] if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+        methods => methods.concat(),
+    }
+});
 
 /// The dialect of a name.
 ///
@@ -100,7 +116,7 @@ pub(crate) fn detect(
             Some(quantization) => Err(CheckpointError::Field {
                 path: container.config_path(CONFIG),
                 field: "quantization_config.quant_method".to_owned(),
-                expected: "modelopt, compressed-tensors, mxfp4, fp8, quark or torchao",
+                expected: &QUANT_METHODS,
                 found: quantization["quant_method"].to_string(),
                 remedy: "name the dialect to read it in, or use another model",
             }),
@@ -131,12 +147,12 @@ pub(crate) fn read<'a>(
 /// weight is left alone, and no other dialect puts more of them together. Of several that read the
 /// same weights it is the first.
 fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), CheckpointError> {
-    let scales = parts::Scales::of(container);
-    let Some(part) = container.tensors().find(|tensor| plain::is_part(&scales, tensor)) else {
+    let finder = PLAIN.part_finder(container);
+    let Some(part) = container.tensors().find(|tensor| finder.is_part(tensor)) else {
         return Ok((&PLAIN, KnownBy::Metadata));
     };
     let alone = |weight: &Weight<'_>| match &weight.value {
-        Value::Plain(tensor) => plain::is_part(&scales, tensor),
+        Value::Plain(tensor) => finder.is_part(tensor),
         Value::Fp8(_) | Value::Fp4(_) => false,
     };
     let mut best: Vec<(&'static dyn Dialect, Vec<Weight<'_>>)> = Vec::new();
@@ -216,7 +232,7 @@ pub(crate) fn check(
             let (path, evidence) = (container.root().to_owned(), text_of(first));
             Err(CheckpointError::OtherDialect { path, asked: asked.name(), evidence })
         }
-        None if asked.name() == PLAIN.name() => plain::check(container, names()),
+        None if asked.name() == PLAIN.name() => PLAIN.check(container),
         Some(_) | None => Ok(()),
     }
 }
@@ -247,6 +263,12 @@ mod tests {
     use super::*;
     use crate::fp4::Order;
     use crate::storage::Storage;
+
+    #[test]
+    fn an_error_names_the_quant_methods_of_all_dialects() {
+        let expected = "modelopt, compressed-tensors, mxfp4, fp8, quark or torchao";
+        assert_eq!(*QUANT_METHODS, expected);
+    }
 
     #[test]
     fn weights_are_the_same_only_if_their_bytes_mean_the_same() {

@@ -62,7 +62,15 @@ impl Dialect for ModelOpt {
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
         let config = || container.quant_config().map(|_| QUANT_CONFIG);
-        quant_method(container, "modelopt").or_else(config)
+        quant_method(container, self.quant_methods()).or_else(config)
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &["weight_scale", "weight_scale_2", "weight_scale_inv"]
+    }
+
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &["modelopt"]
     }
 
     fn read<'a>(

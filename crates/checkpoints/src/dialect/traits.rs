@@ -24,6 +24,8 @@ use crate::weight::{Model, Quantization, Weight};
 /// assert_eq!(torchao.evidence(&container), Some("tensor_names of the metadata"));
 /// assert_eq!(torchao.patterns_file(&container), Some(CONFIG));
 /// assert!(torchao.names_itself() && !named("modelopt")?.names_itself());
+/// assert_eq!(torchao.suffixes(), ["._weight_qdata"]);
+/// assert_eq!(torchao.quant_methods(), ["torchao"]);
 /// assert_eq!(named("miles")?.configs_of(), "modelopt");
 /// # std::fs::remove_file(&path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -34,6 +36,18 @@ pub trait Dialect: Sync {
 
     /// Names the field of the configs or the metadata by which a checkpoint is of this dialect.
     fn evidence(&self, container: &Container) -> Option<&'static str>;
+
+    /// Ends of names of tensors that are parts of its quantized weights. A file that names no
+    /// dialect is not read as dense if it has such a tensor. Several dialects may have the same.
+    fn suffixes(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Values of `quant_method` in `config.json` that it is read by. The error about any other
+    /// value lists them.
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &[]
+    }
 
     /// The dialect whose configs it has, if it has none of its own.
     fn configs_of(&self) -> &'static str {
@@ -205,8 +219,9 @@ pub(super) fn weight_map(shards: Vec<(String, String)>) -> serde_json::Value {
     shards.into_iter().collect()
 }
 
-/// Returns the evidence that `quantization_config.quant_method` is this one.
-pub(super) fn quant_method(container: &Container, method: &str) -> Option<&'static str> {
-    let same = container.quantization().is_some_and(|config| config["quant_method"] == method);
-    same.then_some("quant_method of config.json")
+/// Returns the evidence that `quantization_config.quant_method` is one of these.
+pub(super) fn quant_method(container: &Container, methods: &[&str]) -> Option<&'static str> {
+    let config = container.quantization()?;
+    let is_one = methods.iter().any(|method| config["quant_method"] == *method);
+    is_one.then_some("quant_method of config.json")
 }

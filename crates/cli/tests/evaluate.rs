@@ -63,8 +63,8 @@ fn every_method_on_every_format_and_block() {
         if format == "nvfp4" {
             assert!(weight("sse-tensor-scale") <= weight("sse"));
         }
-        assert!(calibration("gptq") < calibration("gptq-textbook"));
-        assert!(calibration("gptq-textbook") < calibration("sse"));
+        assert!(calibration("gptq") < calibration("gptq-original"));
+        assert!(calibration("gptq-original") < calibration("sse"));
         let sqnr = error("sse", format, block, "sqnr_db");
         assert!((sqnr + 20.0 * (weight("sse") / 100.0).log10()).abs() < 1e-9);
     }

@@ -61,7 +61,7 @@
 //! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
 //! | `decoder/`  | a decoder besides its quantized matmuls: norms, attention, tokens          |
-//! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA, WGMMA; those of wgpu     |
+//! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA, WGMMA; kernels for wgpu  |
 //!
 //! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not
 //! an operand of the addition: CubeCL would fuse the two and change the bits.

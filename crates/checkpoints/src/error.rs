@@ -537,7 +537,7 @@ fn no_reciprocal(what: &str, found: f32, keep: &str) -> String {
 }
 
 impl TensorProblem {
-    /// Describes the problem as it is printed, with other words for keeping the weight, such as an
+    /// Describes the problem as `Display` does, with other words for keeping the weight, such as an
     /// option of a command.
     fn described(&self, keep: &str) -> String {
         match self {
@@ -628,7 +628,7 @@ impl CheckpointError {
     /// The remedy for a feature that is refused.
     pub(crate) const WITHOUT: &str = "use a model without it";
 
-    /// Describes the error as it is printed, with other words for choices of a user.
+    /// Describes the error as `Display` does, with other words for choices of a user.
     ///
     /// ```
     /// use burn_fp4_checkpoints::{CheckpointError, ErrorWords};

@@ -120,10 +120,10 @@ impl<'a> Model<'a> {
         self.plan_by(Self::target(dialect, options)?, Vec::new(), Some(reader))
     }
 
-    /// [`plan_reading`](Self::plan_reading), where some weights are neither cast nor decoded: those
-    /// that a pattern of `keep` names, those whose columns do not fit or that readers of the
-    /// dialect would turn again, and those that they run as one with any of these. What the dialect
-    /// has no place for becomes floats. [`Planned::kept`] lists them.
+    /// [`plan_reading`](Self::plan_reading), where some weights are neither cast nor decoded: a
+    /// pattern of `keep` names them, their columns do not fit, readers of the dialect would turn
+    /// them again, or readers run them as one with such a weight. Kept weights that the dialect has
+    /// no place for become floats. [`Planned::kept`] lists them all.
     ///
     /// ```
     /// use burn_fp4_checkpoints::{Checkpoint, Dtype, Reader, WriteOptions};

@@ -60,8 +60,8 @@ pub(crate) struct Arguments {
     /// Decode records of ggml other than FP4, such as Q4_K, to floats: bf16 or f32.
     #[arg(long, value_name = "DTYPE", value_parser = float)]
     decode_ggml: Option<Dtype>,
-    /// Neither cast nor decode the weights of this name or pattern; may be repeated. Patterns are
-    /// those of `fp4 quantize --keep`. Weights that the dialect has no place for become bf16.
+    /// Neither cast nor decode the weights of this name or pattern; may be repeated. Patterns have
+    /// the syntax of `fp4 quantize --keep`. Weights that the dialect has no place for become bf16.
     #[arg(long, value_name = "PATTERN")]
     keep: Vec<String>,
     /// Allow folding a tensor scale into block scales to change values, for dialects without

@@ -124,7 +124,7 @@ pub enum CliError {
     Choice(String),
     /// A file has no statistics of a weight.
     #[error(
-        "{path}: no statistics of `{weight}`; write those of the whole model with {made_by}, or \
+        "{path}: no statistics of `{weight}`; write them for the whole model with {made_by}, or \
          pass --keep '{weight}' or another --method",
         path = .path.display()
     )]

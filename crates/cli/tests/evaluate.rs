@@ -167,7 +167,7 @@ fn what_was_measured_is_printed_before_a_plot_fails() {
 
 #[test]
 fn a_plot_without_a_finite_error_ends_with_an_error() {
-    // The two blocks cancel in the outputs of the weight, and not in those of the codes.
+    // The two blocks cancel in the outputs of the weight, but not in the outputs of the codes.
     let row = |name, first: [f32; 2], second: [f32; 2]| {
         let mut values = [0.0f32; 32];
         values[..2].copy_from_slice(&first);

@@ -290,7 +290,7 @@ fn launch<F: Float>(
         operands;
     // `last` is the last position of both tables.
     let angles = (last as usize + 1) * head_dim / 2;
-    // SAFETY: the lengths are those of the shape, which memory was checked for, and positions
+    // SAFETY: the lengths are the shape's, which memory was checked for, and positions
     // beyond `last` count as `last`. The second kernel reads what the first has written.
     unsafe {
         attend_kernel::launch_unchecked::<F>(

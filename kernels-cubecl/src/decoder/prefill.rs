@@ -54,7 +54,7 @@ pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Ref
 /// Rotates the queries and keys of tokens by their positions, and writes the rotated keys and the
 /// values into a KV cache. Returns the rotated queries `[batch, heads, tokens, head_dim]`.
 ///
-/// Operands are those of [`attend`](super::attend), with `[batch, tokens, ..]` queries, keys and
+/// Operands are as for [`attend`](super::attend), with `[batch, tokens, ..]` queries, keys and
 /// values, and positions i32 `[tokens]` that differ. `positions` is the number of rows of RoPE.
 ///
 /// ```
@@ -133,7 +133,7 @@ fn launch_rotate<F: Float>(
     let last = capacity.min(positions) as u32 - 1;
     let angles = (last as usize + 1) * head_dim / 2;
     let [x, y] = device.two_dimensions(pairs.div_ceil(UNITS));
-    // SAFETY: the lengths are those of the shape, which memory was checked for, and positions
+    // SAFETY: the lengths are the shape's, which memory was checked for, and positions
     // beyond `last` count as `last`.
     unsafe {
         rotate_kernel::launch_unchecked::<F>(

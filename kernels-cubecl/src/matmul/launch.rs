@@ -186,7 +186,7 @@ impl Matmul {
     /// their packed rows, or the kernel for at most 16 rows of the input does not take them all.
     ///
     /// One launch keeps more of the device busy than short ones in turn. Sums have the order of a
-    /// matmul with the packed rows of all weights, so that bits may differ from those of
+    /// matmul with the packed rows of all weights, so that bits may differ from a launch of
     /// [`plan`](Self::plan).
     #[must_use]
     pub fn family(matmuls: &[Self], device: &Capability) -> Option<FamilyPlan> {

@@ -74,7 +74,7 @@ pub(crate) struct Member<F: Float, S: Int, W: Size> {
     pub(crate) output: &'static mut [F],
     /// Packed rows.
     pub(crate) n: u32,
-    /// Its first n tile among those of all weights.
+    /// Its first n tile among the n tiles of all weights.
     pub(crate) first_tile: u32,
 }
 

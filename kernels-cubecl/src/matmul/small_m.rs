@@ -145,7 +145,7 @@ fn lane_of_unit(#[comptime] plan: SmallM) -> Lane {
     }
 }
 
-/// Returns an n tile, given its number among those of all weights.
+/// Returns an n tile, given its number among the n tiles of all weights.
 #[cube]
 fn n_tile<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,

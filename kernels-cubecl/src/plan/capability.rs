@@ -118,7 +118,7 @@ pub struct Portable {
     pub bf16: bool,
     /// True if a plane of 32 units multiplies 16 x 16 matrices of f16, with sums in f32.
     pub cmma_f16: bool,
-    /// True if it multiplies those of bf16.
+    /// True if it multiplies such matrices of bf16.
     pub cmma_bf16: bool,
     /// Largest number of units of a cube.
     pub units: u32,

@@ -44,7 +44,7 @@ pub enum Refusal {
         /// The reason, as the end of a sentence that begins with the device.
         lacks: &'static str,
     },
-    /// The driver's results are not those of the host.
+    /// The driver's results differ from the host's.
     #[error("the driver fails the self-test: {operation} has {wrong} wrong values of {values}")]
     SelfTest {
         /// The operation that was tested.

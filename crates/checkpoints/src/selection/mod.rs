@@ -1,8 +1,8 @@
 //! Which weights of a model become FP4, and which of them go together: by name and shape alone,
 //! before a byte of them is read.
 //!
-//! The decisions are those of [`burn_fp4_policy`]. This folder has what weights of files are to it:
-//! their roles and families in the architecture, their layers, and the constraints of a dialect.
+//! [`burn_fp4_policy`] decides. This folder supplies the facts about weights of files: their roles
+//! and families in the architecture, their layers, and the constraints of a dialect.
 
 mod layers;
 mod warning;

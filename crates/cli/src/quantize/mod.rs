@@ -10,7 +10,7 @@
 //! | `jobs.rs`       | the work in parts, and the memory of each                           |
 //! | `group.rs`      | weights that are quantized together                                 |
 //! | `statistics.rs` | statistics of the inputs of layers, in a file                       |
-//! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
+//! | `matrix.rs`     | a group of weights: read, and quantized                             |
 //! | `readahead.rs`  | advice to the system about reads that follow                        |
 //! | `pipeline.rs`   | reading ahead, quantizing, writing behind                           |
 //! | `budget.rs`     | a semaphore over the bytes of memory that these share               |

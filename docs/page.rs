@@ -114,7 +114,7 @@ pub fn fill(
     Ok(made)
 }
 
-/// A line whose figures are those of the cells that its comments name.
+/// Replaces the figures of a line with the cells that its comments name.
 fn with_figures(line: &str, tables: &[Table]) -> Result<String, String> {
     let mut made = String::new();
     let mut rest = line;

@@ -55,8 +55,7 @@ const fn bar(name: &'static str, row: &'static str, column: &'static str) -> Bar
     Bar { name, row, column }
 }
 
-/// Colors of text, of what is compared with, and of NVFP4: those of GitHub's pages, without a
-/// background.
+/// Colors of text, of the dense bars and of NVFP4's, as on GitHub's pages; without a background.
 struct Colors {
     text: &'static str,
     dense: &'static str,

@@ -189,7 +189,7 @@ fn line<'a>(cells: impl Iterator<Item = &'a str>) -> String {
 fn capital(text: &str) -> String {
     let mut letters = text.chars();
     match letters.next() {
-        // `flex`: code stays as it is.
+        // `flex`: code stays.
         Some(first) => first.to_uppercase().chain(letters).collect(),
         None => String::new(),
     }

@@ -897,7 +897,7 @@ fn saved_files_are_split_at_a_size_and_published_atomically() {
     let before = files(&path);
     assert!(matches!(
         saved.save_fp4(&path, "modelopt", &map),
-        Err(Fp4Error::Checkpoint(error)) if matches!(*error, CheckpointError::Exists { .. })
+        Err(Fp4Error::Checkpoint(error)) if matches!(*error, CheckpointError::TargetExists { .. })
     ));
     assert!(files(&path) == before);
     assert!(saved.save_fp4(folder.join("refused"), "gpt-oss", &map).is_err());
@@ -974,7 +974,7 @@ fn dense_tensors_get_the_dtype_of_their_parameter() {
     assert_eq!(saved.bytes, source.container().get("weight").unwrap().bytes);
 }
 
-/// The command `fp4` reads these files: names and stacking must be those of the checkpoint.
+/// The command `fp4` reads these files: names and stacking must match the checkpoint.
 #[test]
 fn statistics_are_written_under_the_names_of_the_checkpoint() {
     let file = folder("statistics").join("statistics.safetensors");
@@ -1043,7 +1043,7 @@ fn statistics_are_written_under_the_names_of_the_checkpoint() {
     assert!(matches!(error, Fp4Error::Statistics { .. }), "{error}");
 }
 
-/// The command `fp4` reads these files: names and stacking must be those of the checkpoint.
+/// The command `fp4` reads these files: names and stacking must match the checkpoint.
 #[test]
 fn recipes_have_the_names_of_the_checkpoint() {
     let device = Device::flex();

@@ -42,14 +42,15 @@ const PAGES: [&str; 5] = [
     "crates/burn-fp4/src/guide/",
 ];
 
-/// Folders of functions that users call. Kernels need a device, and commands have no functions.
-const CALLED: [&str; 6] = [
+/// Folders of functions that users call. Commands have no functions.
+const CALLED: [&str; 7] = [
     "crates/modules/src/",
     "crates/ops/src/",
     "crates/formats/src/",
     "crates/search/src/",
     "crates/policy/src/",
     "crates/checkpoints/src/",
+    "kernels-cubecl/src/",
 ];
 
 /// The most characters of a line.

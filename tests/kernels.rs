@@ -977,7 +977,7 @@ fn a_gram_matrix_is_factorized_as_on_the_host() {
         for at in 1..x.len() {
             x[at] = (x[at] + 0.7 * x[at - 1]) * if at % 7 == 0 { 1.5 } else { 0.8 };
         }
-        // Rounded to f32, as it is uploaded.
+        // Rounded to f32, as in the upload.
         let exact = Gram::of(&x, channels).unwrap();
         let rounded = |row, col| exact.get(row, col).map(|sum| f64::from(sum as f32)).unwrap();
         let sums: Vec<_> =

@@ -165,7 +165,7 @@ fn a_choice_quantizes_as_predicted_within_its_budget() {
         );
         errors.push(choice.error);
 
-        // As it is, and as it comes back from a file.
+        // The configuration, and what comes back of it from a file.
         let json = serde_json::to_string(&choice.config).unwrap();
         let read: Fp4Config = serde_json::from_str(&json).unwrap();
         let mut quantized = net.clone();
@@ -235,6 +235,9 @@ fn a_page_has_a_row_for_each_group_with_the_choice_marked_and_the_worst_first() 
     }
     assert!(page.contains("bits a value.</p>"), "{page}");
     assert!(page.contains("Bars: error of the outputs; the longest is "), "{page}");
+    let (_, made) = page.rsplit_once("<footer>").unwrap();
+    let (_, date) = made.split_once(", ").unwrap();
+    assert_eq!(date[..10].split('-').map(str::len).collect::<Vec<_>>(), [4, 2, 2], "{made}");
 
     // Without a calibration errors of weights are all that is known.
     let config = Fp4Config::nvfp4().unused(Unused::Report).share_scale(["query", "key"]);

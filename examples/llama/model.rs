@@ -281,7 +281,7 @@ impl<L: Projection> Llama<L> {
     }
 }
 
-/// Returns the bytes of a weight, as it is stored.
+/// Returns the stored bytes of a weight.
 fn stored_bytes(weight: &Param<Tensor<2>>) -> usize {
     match weight.reparameterization::<PackedWeight>() {
         Some(packed) => packed.bytes(),

@@ -79,7 +79,7 @@ impl QuantizeOptions {
             (Some(Method::Gptq(options)), Some(damping)) => {
                 scheme(self.format, Method::Gptq(Gptq { damping, ..options }))
             }
-            (_, Some(_)) => bail!("--damping is for --method gptq and gptq-textbook; remove it"),
+            (_, Some(_)) => bail!("--damping is for --method gptq and gptq-original; remove it"),
             (None, None) => Fp4Scheme::recommended(self.format),
             (Some(method), None) => scheme(self.format, method),
         };

@@ -19,6 +19,30 @@ use crate::tensor::smem_transpose::{Transpose, packed_origin, smem_transpose};
 ///
 /// Only format and block size of the scheme matter.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, PackedHandles, Problem, dequantize};
+/// use burn_fp4_search::Fp4Scheme;
+/// use burn_fp4_search::host::View;
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let packed = PackedHandles {
+///     codes: client.create_from_slice(&[0x21; 8]), // elements of 0.5 and 1
+///     scales: client.create_from_slice(&[0x40]),   // the block scale 2
+///     tensor_scale: client.create_from_slice(f32::as_bytes(&[3.0])),
+///     tensor_scales: 1,
+/// };
+/// let (view, scheme) = (View::rows(1, 16), Fp4Scheme::nvfp4());
+/// let problem = Problem { view, dtype: Dtype::F32, scheme };
+/// let values = dequantize(&client, &device, packed, &problem)?;
+/// assert_eq!(f32::from_bytes(&client.read_one_unchecked(values))[..2], [3.0, 6.0]);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn dequantize(

@@ -22,6 +22,34 @@ use crate::tensor::load_store::{load_blocks, store_blocks};
 /// Returns the bits of [`dequantize`](crate::dequantize()) after [`quantize`](crate::quantize()),
 /// in one pass.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, Problem, amax, fake_quantize};
+/// use burn_fp4_search::Fp4Scheme;
+/// use burn_fp4_search::host::{DequantTarget, View};
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let mut block = [8.0f32; 16];
+/// block[0] = 84.0;
+/// let values = client.create_from_slice(f32::as_bytes(&block));
+/// let (view, dtype, scheme) = (View::rows(1, 16), Dtype::F32, Fp4Scheme::nvfp4());
+/// let problem = Problem { view, dtype, scheme };
+/// let largest = amax(&client, &device, values.clone(), view, dtype, false)?;
+/// for (target, expected) in [
+///     (DequantTarget::Full, [84.0f32, 7.0]),
+///     (DequantTarget::WithoutTensorScale, [2688.0, 224.0]), // 32 times as much
+/// ] {
+///     let (values, largest) = (values.clone(), largest.clone());
+///     let found = fake_quantize(&client, &device, values, largest, &problem, target)?;
+///     assert_eq!(f32::from_bytes(&client.read_one_unchecked(found))[..2], expected);
+/// }
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn fake_quantize(

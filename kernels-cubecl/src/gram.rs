@@ -31,6 +31,30 @@ pub struct Activations {
 /// f32 and their sum in f64. The instructions take f16 and bf16 directly, and an f32 as the sum of
 /// three bf16. Leaving out the smallest products costs an error of 2^-24 relative to the largest.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Activations, Capability, Dtype, add_gram};
+/// use burn_fp4_search::{Gram, GramLayout};
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let x = [1.0f32, 2.0, 3.0, 0.0]; // two rows of two channels
+/// let values = client.create_from_slice(f32::as_bytes(&x));
+/// let activations = Activations { values, dtype: Dtype::F32, rows: 2 };
+/// let layout = GramLayout::of_device(2, 2); // one tile
+/// let sums = client.create_from_slice(f64::as_bytes(&vec![0.0; layout.tile_len()]));
+/// add_gram(&client, &device, &activations, sums.clone(), layout, 0..1)?;
+///
+/// let tile = client.read_one_unchecked(sums);
+/// let gram = Gram::from_tiles(&[f64::from_bytes(&tile)], layout, 2, 2, 3.0)?;
+/// let found = [(0, 0), (0, 1), (1, 1)].map(|(row, col)| gram.get(row, col));
+/// assert_eq!(found, [10.0, 2.0, 4.0].map(Some));
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn add_gram(

@@ -18,6 +18,29 @@ use crate::tensor::load_store::{load_blocks, store_blocks};
 /// Transforms every 16 neighbours along an axis, or transforms them back; see
 /// [`host::hadamard`](burn_fp4_search::host::hadamard).
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, hadamard};
+/// use burn_fp4_search::Hadamard;
+/// use burn_fp4_search::host::View;
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let read = |handle| f32::from_bytes(&client.read_one_unchecked(handle)).to_vec();
+/// let mut outlier = [0.0f32; 16];
+/// outlier[3] = 8.0;
+/// let values = client.create_from_slice(f32::as_bytes(&outlier));
+/// let (view, dtype, transform) = (View::rows(1, 16), Dtype::F32, Hadamard::default());
+/// let spread = hadamard(&client, &device, values, view, dtype, transform, false)?;
+/// assert!(read(spread.clone()).iter().all(|value| value.abs() == 2.0));
+/// let back = hadamard(&client, &device, spread, view, dtype, transform, true)?;
+/// assert_eq!(read(back), outlier);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn hadamard(

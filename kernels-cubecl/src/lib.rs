@@ -1,5 +1,36 @@
 //! FP4 quantization as CubeCL kernels, with the bits of the reference quantizer.
 //!
+//! ```
+//! # #[cfg(feature = "cpu")] {
+//! use burn_fp4_cubecl::cubecl::Device;
+//! use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+//! use burn_fp4_cubecl::{Capability, Dtype, Matmul, Problem, amax, dequantize, quantize};
+//! use burn_fp4_search::Fp4Scheme;
+//! use burn_fp4_search::host::View;
+//!
+//! let client = Device::default().client();
+//! let device = Capability::of(&client);
+//! let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+//! // Two rows, a block each: elements of 6 and 0.5 with a scale of 14.
+//! let mut weight = [7.0f32; 32];
+//! (weight[0], weight[16]) = (84.0, -84.0);
+//! let (view, dtype, scheme) = (View::rows(2, 16), Dtype::F32, Fp4Scheme::nvfp4());
+//! let problem = Problem { view, dtype, scheme };
+//! let values = upload(&weight);
+//! let largest = amax(&client, &device, values.clone(), view, dtype, false)?;
+//! let packed = quantize(&client, &device, values, largest, &problem)?;
+//! let restored = dequantize(&client, &device, packed.clone(), &problem)?;
+//! assert_eq!(f32::from_bytes(&client.read_one_unchecked(restored)), weight);
+//!
+//! let (format, block_size) = (scheme.format(), scheme.block_size);
+//! let matmul = Matmul { m: 1, n: 2, k: 16, format, block_size, dtype };
+//! let planned = matmul.plan(&device)?.expect("few rows");
+//! let output = planned.run(&client, packed, upload(&[1.0; 16]), None, None)?;
+//! assert_eq!(f32::from_bytes(&client.read_one_unchecked(output)), [189.0, 21.0]);
+//! # }
+//! # Ok::<(), burn_fp4_cubecl::Refusal>(())
+//! ```
+//!
 //! Each operation takes handles of contiguous device memory, a [`Problem`], a client and the
 //! [`Capability`] of its device. [`plan`] decides whether and how it is launched. Nothing panics on
 //! a worker thread: an operation that no kernel can run, or memory that is shorter than a kernel
@@ -30,7 +61,7 @@
 //! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
 //! | `decoder/`  | a decoder besides its quantized matmuls: norms, attention, tokens          |
-//! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA, WGMMA; those of wgpu     |
+//! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA, WGMMA; kernels for wgpu  |
 //!
 //! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not
 //! an operand of the addition: CubeCL would fuse the two and change the bits.

@@ -22,6 +22,34 @@ use crate::tensor::smem_transpose::{Transpose, packed_origin, smem_transpose};
 /// `values` is the contiguous dense tensor of the problem; `amax` holds an f32 for every tensor
 /// scale. The tensor is read once, for any axis.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, Problem, amax, quantize};
+/// use burn_fp4_search::Fp4Scheme;
+/// use burn_fp4_search::host::View;
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let mut block = [7.0f32; 16];
+/// block[0] = 84.0;
+/// let values = client.create_from_slice(f32::as_bytes(&block));
+/// let (view, dtype, scheme) = (View::rows(1, 16), Dtype::F32, Fp4Scheme::nvfp4());
+/// let problem = Problem { view, dtype, scheme };
+/// let largest = amax(&client, &device, values.clone(), view, dtype, false)?;
+/// let packed = quantize(&client, &device, values, largest, &problem)?;
+///
+/// let codes = client.read_one_unchecked(packed.codes);
+/// assert_eq!(codes[..2], [0x17, 0x11]); // elements of 6 and 0.5, then of 0.5 and 0.5
+/// let scales = client.read_one_unchecked(packed.scales);
+/// assert_eq!(scales[0], 0x7E); // 448, the largest E4M3
+/// let tensor_scale = client.read_one_unchecked(packed.tensor_scale);
+/// assert_eq!(f32::from_bytes(&tensor_scale), [84.0 / 2688.0]);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn quantize(
@@ -36,6 +64,34 @@ pub fn quantize(
 
 /// [`quantize`] with errors weighted by input channel. `weights` are f32, one for every element
 /// along the axis, not negative. The method is [`Sse`](Method::SSE).
+///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, Problem, dequantize, quantize_weighted};
+/// use burn_fp4_search::host::View;
+/// use burn_fp4_search::{Fp4Scheme, Method};
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+/// let scheme = Fp4Scheme::mxfp4().with_block_size(16).with_method(Method::SSE);
+/// let problem = Problem { view: View::rows(1, 16), dtype: Dtype::F32, scheme };
+/// let mut block = [0.5f32; 16];
+/// block[0] = 8.0;
+/// let mut weights = [1.0f32; 16];
+/// weights[0] = 0.25;
+/// for (weights, first) in [(None, 8.0), (Some(upload(&weights)), 6.0)] {
+///     let (values, amax) = (upload(&block), client.empty(4)); // MXFP4 has no tensor scale
+///     let packed = quantize_weighted(&client, &device, values, amax, weights, &problem)?;
+///     let restored = dequantize(&client, &device, packed, &problem)?;
+///     // A scale of 2 leaves no error in 8, a scale of 1 none in 0.5.
+///     assert_eq!(f32::from_bytes(&client.read_one_unchecked(restored))[0], first);
+/// }
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.

@@ -40,6 +40,37 @@ pub struct Hessians {
 /// [`CoordinateDescent`](burn_fp4_search::Method::CoordinateDescent), given the result of
 /// [`amax`](crate::amax()).
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, Hessians, Problem, dequantize, quantize_by_hessian};
+/// use burn_fp4_search::host::View;
+/// use burn_fp4_search::{BlockHessians, Fp4Scheme, Method};
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+/// let scheme = Fp4Scheme::mxfp4().with_block_size(16).with_method(Method::Hessian);
+/// let problem = Problem { view: View::rows(1, 16), dtype: Dtype::F32, scheme };
+/// // The input of the first channel is small. An error there costs less than elsewhere.
+/// let mut hessian = [0.0f32; 16 * 16];
+/// (0..16).for_each(|at| hessian[at * 17] = if at == 0 { 0.25 } else { 1.0 });
+/// let hessians = BlockHessians::new(hessian.to_vec(), 16)?;
+/// let (values, bounds) = (upload(hessians.values()), upload(hessians.bounds()));
+/// let hessians = Hessians { values, bounds };
+///
+/// let mut block = [0.5f32; 16];
+/// block[0] = 8.0;
+/// let (values, amax) = (upload(&block), client.empty(4)); // MXFP4 has no tensor scale
+/// let packed = quantize_by_hessian(&client, &device, values, amax, hessians, &problem)?;
+/// let restored = dequantize(&client, &device, packed, &problem)?;
+/// block[0] = 6.0;
+/// assert_eq!(f32::from_bytes(&client.read_one_unchecked(restored)), block);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn quantize_by_hessian(

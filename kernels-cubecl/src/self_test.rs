@@ -1,8 +1,8 @@
 //! [`Capability::tested`]: trusts a driver of the wgpu runtime if kernels give the host's values.
 //!
 //! Every code is dequantized with block scales of both formats, to f32 and f16, and multiplied with
-//! those of NVFP4 in every dtype that the device holds, without a bias. That takes a few small
-//! launches, so that callers keep the result.
+//! NVFP4's block scales in every dtype that the device holds, without a bias. That takes a few
+//! small launches, so that callers keep the result.
 
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
 use burn_fp4_search::host::{HostElement, View};
@@ -31,7 +31,19 @@ const E8M0_SCALES: [u8; 16] =
 
 impl Capability {
     /// Reads the capability of a client's device, and tests the kernels if it is one of the wgpu
-    /// runtime. Their [`Decoding`] is the fastest whose values are those of the host.
+    /// runtime. Their [`Decoding`] is the fastest whose values equal the host's.
+    ///
+    /// ```
+    /// # #[cfg(feature = "cpu")] {
+    /// use burn_fp4_cubecl::Capability;
+    /// use burn_fp4_cubecl::cubecl::Device;
+    ///
+    /// let client = Device::default().client();
+    /// let device = Capability::tested(&client)?;
+    /// assert_eq!(device, Capability::of(&client)); // only drivers of wgpu are tested
+    /// # }
+    /// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+    /// ```
     ///
     /// # Errors
     /// [`Refusal::Device`] if the device lacks what kernels need, [`Refusal::SelfTest`] if values

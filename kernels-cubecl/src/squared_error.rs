@@ -28,6 +28,35 @@ pub struct PartialSums {
 /// Sums the squared error of a packed tensor against its original. Only format and block size of
 /// the scheme matter. A value that overflows the dtype of the tensor counts as infinite.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, Problem, amax, quantize, squared_error};
+/// use burn_fp4_search::Fp4Scheme;
+/// use burn_fp4_search::host::View;
+/// use burn_fp4_search::squares::squared_sums;
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let mut block = [8.0f32; 16]; // quantized to 7, but for the first
+/// block[0] = 84.0;
+/// let values = client.create_from_slice(f32::as_bytes(&block));
+/// let (view, dtype, scheme) = (View::rows(1, 16), Dtype::F32, Fp4Scheme::nvfp4());
+/// let problem = Problem { view, dtype, scheme };
+/// let largest = amax(&client, &device, values.clone(), view, dtype, false)?;
+/// let packed = quantize(&client, &device, values.clone(), largest, &problem)?;
+///
+/// let partial = squared_error(&client, &device, values, packed, &problem)?;
+/// let sums = client.read_one_unchecked(partial.sums);
+/// let rows = f32::from_bytes(&sums).chunks(partial.count);
+/// let totals: Vec<f32> = rows.map(|row| row.iter().sum()).collect();
+/// let energy = 84.0 * 84.0 + 15.0 * 8.0 * 8.0;
+/// assert_eq!(squared_sums(&totals), Some([15.0, energy]));
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn squared_error(

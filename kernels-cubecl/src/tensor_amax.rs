@@ -16,6 +16,26 @@ use crate::tensor::load_store::widen;
 ///
 /// `values` is the contiguous tensor; the result holds 1 or `packed_rows` f32.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, amax};
+/// use burn_fp4_search::host::View;
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let read = |handle| f32::from_bytes(&client.read_one_unchecked(handle)).to_vec();
+/// let values = client.create_from_slice(f32::as_bytes(&[1.0, -6.0, 2.0, 0.5]));
+/// let view = View::rows(2, 2);
+/// let of_all = amax(&client, &device, values.clone(), view, Dtype::F32, false)?;
+/// assert_eq!(read(of_all), [6.0]);
+/// let of_rows = amax(&client, &device, values, view, Dtype::F32, true)?;
+/// assert_eq!(read(of_rows), [6.0, 2.0]);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn amax(

@@ -1,5 +1,5 @@
 //! Tests of tensors and modules on every Burn device, in one process: kernels that several of them
-//! launch are compiled and tuned once. `cargo test --test burn lora` runs those of one file.
+//! launch are compiled and tuned once. `cargo test --test burn lora` runs the tests of one file.
 
 mod calibration;
 mod decoder;

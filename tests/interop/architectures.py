@@ -12,7 +12,7 @@ crates/checkpoints/src/architecture/table.rs is made by transformers, quantized,
   within the error of FP4;
 - weights that share a tensor scale get one input in a forward pass;
 - `fp4 compare` reads the result, and finds the same errors;
-- where transformers loads the result, its outputs are those of the decoded values, and the call
+- where transformers loads the result, its outputs equal the decoded model's, and the call
   that `fp4` names in a note, or else the plain one in bfloat16, loads it too; a warning says where
   it does not.
 

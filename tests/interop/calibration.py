@@ -62,7 +62,7 @@ def check(fp4, work):
         assert found["not_measured"] == 0
     outputs, values = errors["gptq"]
     print(f"calibration.py: gptq {values:.2f} % of weights, {outputs:.2f} % of outputs")
-    # GPTQ trades errors of weights for those of outputs.
+    # GPTQ trades errors of weights for errors of outputs.
     assert outputs < values and values > errors["sse"][1]
 
 

@@ -2,8 +2,8 @@
 
 FP4 is the program. A file of f16 tensors and an imatrix are written by gguf, quantized by each
 format and method, and dequantized by gguf and by `fp4 convert`; the values have to be the same.
-Relative errors of each tensor, plain and weighted by the imatrix, are printed beside those of
-gguf's own quantizer, which has the rule of llama.cpp, for the types that it has one for.
+Relative errors of each tensor, plain and weighted by the imatrix, are printed next to the
+errors of gguf's own quantizer, which has the rule of llama.cpp, for the types that it has one for.
 """
 
 import subprocess

@@ -1,6 +1,6 @@
 """A sharded bf16 model of a given size: python3 generate.py FOLDER GIGABYTES [SHARDS]
 
-The names and proportions are those of a Llama with 4096 channels; the numbers are normal. Each
+Names and proportions are as in a Llama with 4096 channels; the numbers are normal. Each
 shard is written by a process of its own. Needs numpy.
 """
 

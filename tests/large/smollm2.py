@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Names of a block's tensors in GGUF files, and in those of transformers.
+# Names of a block's tensors in GGUF files, and in files of transformers.
 BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

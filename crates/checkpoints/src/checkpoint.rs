@@ -19,7 +19,7 @@ use crate::weight::{Model, Quantization, Value, Weight};
 /// # let weights = vec![Weight::new("norm.weight", 0, Value::Plain(tensor))];
 /// # Model { weights, ..Model::default() }.write(&folder, "plain", &WriteOptions::default())?;
 /// let checkpoint = Checkpoint::open(&folder)?;
-/// assert_eq!((checkpoint.dialect(), checkpoint.known_by()), ("plain", KnownBy::Claim));
+/// assert_eq!((checkpoint.dialect(), checkpoint.known_by()), ("plain", KnownBy::Metadata));
 /// assert_eq!(checkpoint.weights()?[0].name, "norm.weight");
 /// assert_eq!(checkpoint.model()?.files, ["model.safetensors"]);
 /// assert!(Checkpoint::open_as(&folder, "unheard-of").is_err());

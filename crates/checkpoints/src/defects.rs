@@ -35,7 +35,7 @@ pub enum DefectKind {
     LargeValue,
     /// A tensor scale may be the reciprocal of what the dialect states.
     ReciprocalScale,
-    /// All values are far smaller than those of trained networks.
+    /// All values are far smaller than in trained networks.
     TinyValues,
     /// Blocks have codes and a scale of 0.
     LostBlocks,

@@ -134,17 +134,18 @@ pub enum CheckpointError {
     /// The checkpoint says that it is written in more than one dialect.
     #[error(
         "{}: several dialects are named, {}; name one of them",
-        .path.display(), .claims.join(" and ")
+        .path.display(), .evidence.join(" and ")
     )]
     Ambiguous {
         /// The checkpoint.
         path: PathBuf,
         /// Each dialect with the evidence for it.
-        claims: Vec<String>,
+        evidence: Vec<String>,
     },
     /// The checkpoint says that it is written in another dialect than it is to be read in.
     #[error(
-        "{}: cannot be read as `{asked}`: it says that it is {claim}; name that dialect, or none",
+        "{}: cannot be read as `{asked}`: it says that it is {evidence}; name that dialect, or \
+         none",
         .path.display()
     )]
     OtherDialect {
@@ -153,7 +154,7 @@ pub enum CheckpointError {
         /// The dialect asked for.
         asked: &'static str,
         /// The dialect that it names, with the evidence for it.
-        claim: String,
+        evidence: String,
     },
     /// The checkpoint is to be read as one without quantization, and has some.
     #[error(
@@ -217,7 +218,7 @@ pub enum CheckpointError {
     },
     /// The target exists.
     #[error("{}: already exists; remove it, or write to another path", .path.display())]
-    Exists {
+    TargetExists {
         /// The target.
         path: PathBuf,
     },
@@ -237,7 +238,7 @@ pub enum CheckpointError {
          or remove the folder to start over",
         .path.display()
     )]
-    OtherTask {
+    ResumeMismatch {
         /// The folder with what there is of it.
         path: PathBuf,
         /// The first part of its task that differs.
@@ -260,7 +261,7 @@ pub enum CheckpointError {
         "{}: was not left by a run of this program; move it away, or write to another name",
         .path.display()
     )]
-    NotOurs {
+    ForeignFiles {
         /// The folder that a write would make and remove.
         path: PathBuf,
     },
@@ -536,7 +537,7 @@ fn no_reciprocal(what: &str, found: f32, keep: &str) -> String {
 }
 
 impl TensorProblem {
-    /// Describes the problem as it is printed, with other words for keeping the weight, such as an
+    /// Describes the problem as `Display` does, with other words for keeping the weight, such as an
     /// option of a command.
     fn described(&self, keep: &str) -> String {
         match self {
@@ -627,7 +628,7 @@ impl CheckpointError {
     /// The remedy for a feature that is refused.
     pub(crate) const WITHOUT: &str = "use a model without it";
 
-    /// Describes the error as it is printed, with other words for choices of a user.
+    /// Describes the error as `Display` does, with other words for choices of a user.
     ///
     /// ```
     /// use burn_fp4_checkpoints::{CheckpointError, ErrorWords};

@@ -8,7 +8,7 @@
 //! | MXFP8 | `[.., N, K/32]`, E8M0 | OCP MX 1.0; ModelOpt, compressed-tensors mxfp8 |
 //!
 //! A scale always multiplies, whatever its name (`weight_scale_inv` of DeepSeek does too). FP8 that
-//! was cast without scales is a plain tensor, whose values are those of its dtype.
+//! was cast without scales is a plain tensor, whose numbers are its values.
 
 use burn_fp4_formats::E8M0_VALUES;
 

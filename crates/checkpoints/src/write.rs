@@ -1,5 +1,5 @@
-//! Writing a model in a dialect: everything is planned and checked before the first byte, then
-//! one weight after another is made and written; what is there at the end is whole or not there.
+//! Writes a model in a dialect. Everything is planned and checked before the first byte; then one
+//! weight after another is made and written. The target appears atomically.
 
 mod flusher;
 mod journal;
@@ -31,7 +31,7 @@ impl<'a> Model<'a> {
     /// Writes the model: a folder of safetensors files with configs and sidecar files, or a GGUF
     /// file.
     ///
-    /// The same model makes the same bytes. Nothing is at `path` until all of it is.
+    /// The same model makes the same bytes. `path` appears atomically, when all is written.
     ///
     /// Casting happens twice, once to plan and once to write, so that never more than one weight is
     /// in memory. Once it is at `path`, a file system that does not confirm that its name is on the
@@ -120,10 +120,10 @@ impl<'a> Model<'a> {
         self.plan_by(Self::target(dialect, options)?, Vec::new(), Some(reader))
     }
 
-    /// [`plan_reading`](Self::plan_reading), where some weights are neither cast nor decoded: those
-    /// that a pattern of `keep` names, those whose columns do not fit or that readers of the
-    /// dialect would turn again, and those that they run as one with any of these. What the dialect
-    /// has no place for becomes floats. [`Planned::kept`] lists them.
+    /// [`plan_reading`](Self::plan_reading), where some weights are neither cast nor decoded: a
+    /// pattern of `keep` names them, their columns do not fit, readers of the dialect would turn
+    /// them again, or readers run them as one with such a weight. Kept weights that the dialect has
+    /// no place for become floats. [`Planned::kept`] lists them all.
     ///
     /// ```
     /// use burn_fp4_checkpoints::{Checkpoint, Dtype, Reader, WriteOptions};

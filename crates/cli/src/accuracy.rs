@@ -16,8 +16,8 @@ use crate::percent::Percent;
 use crate::remarks::{Remarks, Warning};
 use crate::warnings;
 
-/// Sums over a weight. Squares are those of what quantization changed and of what was there, in
-/// f64.
+/// Sums over a weight. A pair of squares, in f64, is of the change by quantization and of the
+/// original.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Tally {
     /// Squares of its values.
@@ -333,8 +333,8 @@ impl Errors {
         errors
     }
 
-    /// Warns of weights without an error of outputs where others have one. `unusable` are those
-    /// that are warned of already.
+    /// Warns of weights without an error of outputs where others have one. Another warning has
+    /// named the `unusable` ones already.
     pub(crate) fn warn_of_outputs(&self, unusable: &[String], remarks: &mut Remarks) {
         if self.mean_output_percent.is_none() {
             return;

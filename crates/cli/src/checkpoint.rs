@@ -73,7 +73,7 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
              .gguf, or --dialect {GGUF}"
         ))),
         // A plan is refused as the run would be.
-        _ if path.symlink_metadata().is_ok() => Err(CheckpointError::Exists { path }.into()),
+        _ if path.symlink_metadata().is_ok() => Err(CheckpointError::TargetExists { path }.into()),
         (true, true) | (false, false) => Ok(path),
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fp4_checkpoints::dialect::{self, Stated};
+use burn_fp4_checkpoints::dialect::{self, ScaleConvention};
 use burn_fp4_checkpoints::{
     CheckpointError, DefectKind, Dtype, Kept, Model, Output, Planned, Reader, Start, Value, Weight,
     WriteOptions, WriteReport, missing_layers, packed_embedding, unlike_scales,
@@ -60,8 +60,8 @@ pub(crate) struct Arguments {
     /// Decode records of ggml other than FP4, such as Q4_K, to floats: bf16 or f32.
     #[arg(long, value_name = "DTYPE", value_parser = float)]
     decode_ggml: Option<Dtype>,
-    /// Neither cast nor decode the weights of this name or pattern; may be repeated. Patterns are
-    /// those of `fp4 quantize --keep`. Weights that the dialect has no place for become bf16.
+    /// Neither cast nor decode the weights of this name or pattern; may be repeated. Patterns have
+    /// the syntax of `fp4 quantize --keep`. Weights that the dialect has no place for become bf16.
     #[arg(long, value_name = "PATTERN")]
     keep: Vec<String>,
     /// Allow folding a tensor scale into block scales to change values, for dialects without
@@ -99,12 +99,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     remarks.print();
     let reader = Reader::new(checkpoint.container());
     let planned = model.plan_keeping(dialect, &options, &reader, &arguments.keep);
-    let planned = planned.map_err(|error| unheld(error, &model).of_option().meanwhile())?;
+    let planned = planned.map_err(|error| unheld(error, &model).of_option().during_run())?;
     let mut output = planned.create(&out, "convert", Start::Over)?;
     let copied = Copied::default();
     let written = write(&planned, &mut output, &model, &reader, &copied);
     let finished = written.and_then(|decoded| Ok((decoded, output.finish()?)));
-    let (decoded, lost) = finished.map_err(CliError::meanwhile)?;
+    let (decoded, lost) = finished.map_err(CliError::during_run)?;
     remarks.warn_each(lost.iter().map(unconfirmed));
     copied.warn(&model, &mut remarks);
     remarks.note_each(changes(&planned.report(), dialect)?);
@@ -363,14 +363,14 @@ fn changes(report: &WriteReport, dialect: &str) -> Result<Vec<String>, CliError>
             Percent(100.0 * report.inverted_error)
         ),
     };
-    let stated = match writer.holds().tensor_scale {
-        Stated::Divisor => "divides by tensor scales, where the input multiplies by them",
-        Stated::Multiplier | Stated::Folded => {
+    let convention = match writer.scale_support().tensor_scale {
+        ScaleConvention::Divisor => "divides by tensor scales, where the input multiplies by them",
+        ScaleConvention::Multiplier | ScaleConvention::Folded => {
             "multiplies by tensor scales, where the input divides by them"
         }
     };
     let inverted = count(report.inverted, "reciprocal");
-    note(report.inverted, format!("`{dialect}` {stated}: {inverted} written, {exactness}"));
+    note(report.inverted, format!("`{dialect}` {convention}: {inverted} written, {exactness}"));
     for (what, cast) in [("cast", report.cast), ("folded", report.folded)] {
         let (blocks, changed, values) = (cast.blocks, cast.changed_blocks, cast.changed_values);
         note(

@@ -60,7 +60,7 @@ pub enum CliError {
     },
     /// The file system refused what it allowed when the work began.
     #[error(transparent)]
-    Meanwhile(Box<CliError>),
+    ChangedDuringRun(Box<CliError>),
     /// The machine failed, and what is written so far stays.
     #[error(
         "{error}; run the same command with --resume to go on, or remove {}", .partial.display()
@@ -73,7 +73,7 @@ pub enum CliError {
     },
     /// Something has to be changed, and what an earlier run has written stays.
     #[error("{error}; what an earlier run has written stays: {}", .partial.display())]
-    Left {
+    PartialKept {
         /// The error.
         error: Box<CliError>,
         /// Where it is.
@@ -124,7 +124,7 @@ pub enum CliError {
     Choice(String),
     /// A file has no statistics of a weight.
     #[error(
-        "{path}: no statistics of `{weight}`; write those of the whole model with {made_by}, or \
+        "{path}: no statistics of `{weight}`; write them for the whole model with {made_by}, or \
          pass --keep '{weight}' or another --method",
         path = .path.display()
     )]
@@ -293,9 +293,9 @@ impl CliError {
 
     /// The error of work that has begun: files that are missing, or may not be read or written,
     /// were there and allowed before, so that it is not the command that is wrong.
-    pub(crate) fn meanwhile(self) -> Self {
+    pub(crate) fn during_run(self) -> Self {
         match self.source_of_io() {
-            Some(_) => Self::Meanwhile(Box::new(self)),
+            Some(_) => Self::ChangedDuringRun(Box::new(self)),
             None => self,
         }
     }
@@ -334,7 +334,7 @@ impl CliError {
     pub(crate) fn exit_code(&self) -> u8 {
         let Some(source) = self.source_of_io() else {
             return match self {
-                Self::Meanwhile(_) | Self::Interrupted { .. } => 3,
+                Self::ChangedDuringRun(_) | Self::Interrupted { .. } => 3,
                 Self::Checkpoint(CheckpointError::NoSpace { .. }) => 3,
                 Self::Checkpoint(CheckpointError::Tensor { problem, .. })
                     if matches!(problem, TensorProblem::Changed { .. }) =>

@@ -130,7 +130,7 @@ struct FormatTotals {
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let mut remarks = Remarks::default();
     let checkpoint = arguments.input.open(&mut remarks)?;
-    let report = examine(&checkpoint, remarks).map_err(CliError::meanwhile)?;
+    let report = examine(&checkpoint, remarks).map_err(CliError::during_run)?;
     match arguments.json {
         true => print_json(&report),
         false => print(&report.text(arguments.all, width())),

@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 use std::fs::{self, OpenOptions};
 use std::io::ErrorKind;
 use std::path::Path;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use chrono::Utc;
 
 use crate::error::CliError;
 use crate::percent::Percent;
@@ -127,38 +128,7 @@ pub(crate) fn marks(most: f64) -> Vec<(f64, String)> {
 
 /// Returns the version of this program and the date in UTC, for the end of a page.
 pub(crate) fn made() -> String {
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    format!("fp4 {}, {}", env!("CARGO_PKG_VERSION"), date(seconds / (24 * 60 * 60)))
-}
-
-/// Returns the date and the time in UTC that are a duration after 1970-01-01, to the nanosecond.
-pub(crate) fn time(since: Duration) -> String {
-    let (seconds, nanoseconds) = (since.as_secs(), since.subsec_nanos());
-    let [hours, minutes] = [seconds / 3600 % 24, seconds / 60 % 60];
-    let date = date(seconds / (24 * 60 * 60));
-    format!("{date} {hours:02}:{minutes:02}:{:02}.{nanoseconds:09} UTC", seconds % 60)
-}
-
-/// Returns the date that is a number of days after 1970-01-01.
-fn date(mut days: u64) -> String {
-    let is_leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
-    let mut year = 1970;
-    while days >= 365 + u64::from(is_leap(year)) {
-        days -= 365 + u64::from(is_leap(year));
-        year += 1;
-    }
-    let february = 28 + u64::from(is_leap(year));
-    let mut month = 1;
-    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30] {
-        if days < length {
-            break;
-        }
-        days -= length;
-        month += 1;
-    }
-    format!("{year}-{month:02}-{:02}", days + 1)
+    format!("fp4 {}, {}", env!("CARGO_PKG_VERSION"), Utc::now().date_naive())
 }
 
 #[cfg(test)]
@@ -179,20 +149,5 @@ mod tests {
             let texts: Vec<&str> = marks.iter().map(|(_, text)| text.as_str()).collect();
             assert_eq!(texts.join(" "), expected);
         }
-    }
-
-    #[test]
-    fn days_are_dates() {
-        for (days, expected) in [
-            (0, "1970-01-01"),
-            (11_016, "2000-02-29"),
-            (11_017, "2000-03-01"),
-            (20_453, "2025-12-31"),
-            (20_454, "2026-01-01"),
-        ] {
-            assert_eq!(date(days), expected);
-        }
-        let since = Duration::new(11_016 * 24 * 60 * 60 + 3 * 3600 + 4 * 60 + 5, 60_000);
-        assert_eq!(time(since), "2000-02-29 03:04:05.000060000 UTC");
     }
 }

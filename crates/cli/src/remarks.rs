@@ -75,7 +75,7 @@ impl Remarks {
         notes.into_iter().for_each(|note| self.note(note));
     }
 
-    /// Adds those of other remarks, as if not printed.
+    /// Adds the warnings and notes of other remarks, as if not printed.
     pub(crate) fn append(&mut self, mut others: Self) {
         self.warnings.append(&mut others.warnings);
         self.notes.append(&mut others.notes);

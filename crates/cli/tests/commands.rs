@@ -306,7 +306,7 @@ fn files_that_a_conversion_leaves_behind_are_named_with_what_to_copy() {
     assert!(said.contains(says) && folder.path().join("L.GGUF").is_file(), "{said}");
     let (_, _, said) = run(folder.path(), "quantize model --out from-model.gguf");
     assert!(said.contains(says), "{said}");
-    // Its names are those of Hugging Face, and nothing around it is.
+    // Its names are Hugging Face's, and nothing around it is.
     let said = succeeds(folder.path(), "convert L.GGUF --out back --dialect compressed-tensors");
     assert!(said.contains("no config.json and no tokenizer; copy both from"), "{said}");
     assert!(!said.contains("from_pretrained"), "{said}");
@@ -385,7 +385,7 @@ fn a_checkpoint_is_not_read_as_what_it_says_it_is_not() {
     let dense = format!("inspect model/{shard} --from plain");
     assert!(succeeds(folder.path(), &dense).contains("plain: 0 of "));
     succeeds(folder.path(), "convert mlx --from mlx --dialect mlx --out same");
-    // The configs of miles are those of ModelOpt.
+    // Miles has ModelOpt's configs.
     succeeds(folder.path(), "quantize model --out modelopt --dialect modelopt");
     succeeds(folder.path(), "inspect modelopt --from miles");
     assert_eq!(model::names(folder.path()), ["mlx", "model", "modelopt", "same"]);
@@ -594,7 +594,7 @@ fn infinities_are_compared() {
         assert!(code == 1 && table.ends_with(&format!("could be compared: {why}\n")), "{table}");
     }
     assert!(succeeds(folder.path(), "compare wide.safetensors wide.safetensors").contains("same"));
-    // An error of 0.5 beside numbers of norm 5.
+    // An error of 0.5 in numbers of norm 5.
     let (code, table, _) = run(folder.path(), "compare inf.safetensors beside.safetensors");
     assert!(code == 1 && table.contains("10.00 %"), "{table}");
 }

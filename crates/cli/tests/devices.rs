@@ -115,7 +115,7 @@ mod on_the_cpu_runtime {
         let folder = tempdir().expect("a folder");
         model::model(folder.path(), "model", SMALL);
         grams(&folder.path().join("grams.safetensors"));
-        for method in ["sse-tensor-scale", "admm", "gptq", "gptq-textbook"] {
+        for method in ["sse-tensor-scale", "admm", "gptq", "gptq-original"] {
             let options = format!("--method {method} --calibration grams.safetensors {ON}");
             let says = ["--device cpu-runtime", method, "runs on the CPU only"];
             fails(folder.path(), &format!("quantize model --out out {options}"), 2, &says);

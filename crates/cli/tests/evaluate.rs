@@ -63,8 +63,8 @@ fn every_method_on_every_format_and_block() {
         if format == "nvfp4" {
             assert!(weight("sse-tensor-scale") <= weight("sse"));
         }
-        assert!(calibration("gptq") < calibration("gptq-textbook"));
-        assert!(calibration("gptq-textbook") < calibration("sse"));
+        assert!(calibration("gptq") < calibration("gptq-original"));
+        assert!(calibration("gptq-original") < calibration("sse"));
         let sqnr = error("sse", format, block, "sqnr_db");
         assert!((sqnr + 20.0 * (weight("sse") / 100.0).log10()).abs() < 1e-9);
     }
@@ -167,7 +167,7 @@ fn what_was_measured_is_printed_before_a_plot_fails() {
 
 #[test]
 fn a_plot_without_a_finite_error_ends_with_an_error() {
-    // The two blocks cancel in the outputs of the weight, and not in those of the codes.
+    // The two blocks cancel in the outputs of the weight, but not in the outputs of the codes.
     let row = |name, first: [f32; 2], second: [f32; 2]| {
         let mut values = [0.0f32; 32];
         values[..2].copy_from_slice(&first);

@@ -428,7 +428,7 @@ fn more_files_than_a_process_may_open_are_read_and_written() {
         ("again", "quantize model --out again --dialect modelopt --resume"),
         ("converted", "convert whole --out converted --dialect modelopt"),
     ] {
-        // The shards of the input, or those of the output, alone are nearly as many.
+        // The shards of the input alone, or of the output alone, are nearly as many.
         let (code, error) = limited(folder.path(), "ulimit -n 48", arguments);
         assert_eq!(code, 0, "{error}");
         assert_same(&folder.path().join("whole"), &folder.path().join(out));

@@ -217,7 +217,7 @@ fn with_statistics_gptq_says_the_error_of_outputs_too() {
     let folder = tempdir().expect("a folder");
     let (rows, cols, tokens) = (24, 64, 96);
     let (name, weight) = ("layers.0.o_proj.weight", model::values(24 * 64, 3));
-    // Channels that depend on each other, as those of language models do.
+    // Channels that depend on each other, as in language models.
     let mut random = model::random(11);
     let basis: Vec<f32> = (0..8 * cols).map(|_| random()).collect();
     let mut input = || -> Vec<f32> {
@@ -509,7 +509,7 @@ fn what_is_kept_is_copied_in_pieces() {
         model::tensor("model.empty", &[0, 128], 3),
     ];
     model::write(&folder.path().join("model.safetensors"), &tensors);
-    // 5.9 MB beside what the program takes.
+    // 5.9 MB besides what the program takes.
     succeeds(folder.path(), "quantize model.safetensors --out out --memory 73MB");
     let checkpoint = Checkpoint::open(folder.path().join("out")).expect("a checkpoint");
     for tensor in [&tensors[0], &tensors[2]] {

@@ -50,7 +50,7 @@ fn every_table_of_every_command_fits_80_columns_and_rows_can_be_told_apart() {
     succeeds(path, "quantize model --out out");
     let names = ["model.layers.2.self_attn.q_proj", "model.layers.31.self_attn.q_proj"];
     layers(&path.join("layers.safetensors"), &names);
-    let evaluate = "evaluate layers.safetensors --methods sse,coordinate-descent,gptq-textbook";
+    let evaluate = "evaluate layers.safetensors --methods sse,coordinate-descent,gptq-original";
     for command in [
         "quantize model --dry-run",
         "inspect model",
@@ -390,11 +390,11 @@ fn the_same_error_of_several_methods_is_told_once() {
     let folder = tempdir().expect("a folder");
     layers(&folder.path().join("layers.safetensors"), &["up"]);
     let (code, table, error) =
-        run(folder.path(), "evaluate layers.safetensors --methods gptq,gptq-textbook --damping=-1");
+        run(folder.path(), "evaluate layers.safetensors --methods gptq,gptq-original --damping=-1");
     assert_eq!(code, 2, "{error}");
     assert_eq!(error.matches("damping is -1").count(), 1, "{error}");
     assert!(error.contains("4 of 4 evaluations failed: "), "{error}");
-    assert!(error.contains("gptq-textbook -1"), "{error}");
+    assert!(error.contains("gptq-original -1"), "{error}");
     assert!(table.contains("failed") && !table.contains("damping is"), "{table}");
 }
 

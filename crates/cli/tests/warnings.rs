@@ -462,7 +462,7 @@ fn inspection_warns_before_a_run_as_the_run_does_after_it() {
     }
 }
 
-/// Every fourth block is tried, so that numbers differ a little from those of all.
+/// Tries every fourth block, so numbers differ a little from all blocks'.
 #[test]
 fn inspection_warns_of_large_weights_by_a_part_of_their_blocks() {
     let folder = tempdir().expect("a folder");
@@ -574,7 +574,7 @@ fn every_warning_and_note_is_in_json() {
         assert_eq!(broken[0]["weights"], json!(["model.embed_tokens.weight"]), "{command}");
         let inspects = command.starts_with("inspect");
         assert_eq!(notes.is_empty(), inspects, "{command}: {notes:?}");
-        // Those of an inspection are printed with what they are about.
+        // Warnings of an inspection are printed with their subjects.
         for text in warnings.iter().filter(|_| !inspects) {
             assert!(said.contains(&format!("warning: {text}\n")), "{command}: {text}: {said}");
         }
@@ -616,7 +616,7 @@ fn layers_of_integers_are_warned_of() {
     let (found, said) = in_json(folder.path(), "quantize model --dry-run");
     assert_eq!(of_kind(&found, "unread-numbers")[0]["weights"], json!([name]));
     assert!(said.contains("stays, as its numbers are I8, which is not read as floats"), "{said}");
-    // Readers leave such a layer as it is.
+    // Readers do not change such a layer.
     succeeds(folder.path(), "quantize model --out out");
     let config = fs::read_to_string(folder.path().join("out/config.json")).expect("a config");
     let config: Value = serde_json::from_str(&config).expect("JSON");

@@ -276,8 +276,8 @@ impl Fp4Config {
 
     /// The configuration of a recipe of `fp4 quantize`, which does to a module what the command
     /// does to its files. Weights have the names that the map gives them in files; use that of
-    /// [`save_fp4`](crate::Fp4Module::save_fp4). Presets, layers and families are those of files,
-    /// and so are the constraints of the dialect.
+    /// [`save_fp4`](crate::Fp4Module::save_fp4). Presets, layers, families and the constraints of
+    /// the dialect are the same as for files.
     /// [`Fp4Report::save_recipe`](crate::Fp4Report::save_recipe) has an example.
     ///
     /// Patterns that are added later, by [`exclude`](Self::exclude) or [`with`](Self::with), match
@@ -359,8 +359,8 @@ impl Fp4Config {
         Self { calibration: calibration.clone(), ..self.clone() }
     }
 
-    /// Sets the method of all weights but those of [overrides](Self::with) with a method of their
-    /// own. The rule and the blocks of the scheme stay.
+    /// Sets the method of all weights without an [override](Self::with) that has its own method.
+    /// The rule and the blocks of the scheme stay.
     ///
     /// Methods that are [`calibrated`](burn_fp4_ops::search::MethodRow::calibrated) need statistics
     /// of inputs: [`with_calibration`](Self::with_calibration), or

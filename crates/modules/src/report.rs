@@ -190,8 +190,8 @@ mod infinite_as_null {
     }
 }
 
-/// Why a weight, or a part of it, got the scales with the smallest squared error instead of those
-/// that a method finds by statistics of inputs.
+/// Reason for which a weight, or a part of it, got the scales with the smallest squared error
+/// instead of the scales that a method finds by statistics of inputs.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]

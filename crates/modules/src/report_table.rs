@@ -96,7 +96,7 @@ fn end_of(name: &str, width: usize) -> String {
 }
 
 /// Returns the cells of parameters of one pattern, with an empty one for an error that is not
-/// known. Errors are those of all their values.
+/// known. An error is of all their values.
 fn row(folded: &Folded, members: &[&ParameterReport]) -> [String; 5] {
     let percent = |of: fn(&ParameterReport) -> Option<SquaredError>| {
         let error = SquaredError::sum(members.iter().filter_map(|one| of(one)));

@@ -198,8 +198,8 @@ impl Calibration {
         slices.next_back().map_or(0, |((_, _, slice), _)| slice + 1)
     }
 
-    /// Inputs of a slice that were not all zero: for an expert whose other inputs are masked, those
-    /// that it was chosen for.
+    /// Number of inputs of a slice that were not all zero: for an expert whose other inputs are
+    /// masked, the inputs that it was chosen for.
     pub fn tokens(&self, path: &str, axis: usize, slice: usize) -> usize {
         self.get_slice(path, axis, slice).map_or(0, Gram::tokens)
     }

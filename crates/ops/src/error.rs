@@ -110,7 +110,7 @@ pub enum OpsError {
         /// Shape found.
         found: Vec<usize>,
     },
-    /// The data are not those of an E2M1 tensor of Burn, or a tensor has no such data.
+    /// The data are not an E2M1 tensor of Burn, or a tensor has no such data.
     #[error(
         "Burn's quantized tensor: expected E2M1 in PackedU32 with blocks along the last axis, or \
          axis 0 of a matrix, and scales UE4M3 with F32, or UE8M0; found {found}"

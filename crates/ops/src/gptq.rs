@@ -25,7 +25,7 @@ use crate::tensor::Fp4Tensor;
 /// weight[0] = [6.0]; // the block scale is 1, and the nearest element to 0.7 is 0.5
 /// let weight = Tensor::<2>::from_floats(weight, &Device::flex());
 /// let gram = gram(Tensor::<2>::ones([8, 32], &Device::flex()))?;
-/// let packed = quantize_gptq(weight, 0, &Fp4Scheme::mxfp4(), &Gptq::TEXTBOOK, &gram)?;
+/// let packed = quantize_gptq(weight, 0, &Fp4Scheme::mxfp4(), &Gptq::ORIGINAL, &gram)?;
 /// // All inputs are the same, so only the sum matters: 27.7. Nearest elements sum to 21.5.
 /// let sum = packed.dequantize().sum().into_scalar::<f32>();
 /// assert!((sum - 27.7).abs() < 1.0, "{sum}");
@@ -63,7 +63,7 @@ pub fn quantize_gptq<const D: usize>(
 ///
 /// let device = Device::flex();
 /// let gram = gram(Tensor::<2>::eye(32, &device))?;
-/// let hessian_factor = Arc::new(HessianFactor::new(&gram, &Gptq::TEXTBOOK, 32, &device)?);
+/// let hessian_factor = Arc::new(HessianFactor::new(&gram, &Gptq::ORIGINAL, 32, &device)?);
 /// for (value, nearest) in [(1.4, 1.5f32), (2.6, 3.0)] {
 ///     let weight = Tensor::<2>::full([32, 1], value, &device);
 ///     let packed = quantize_with_hessian_factor(weight, 0, &Fp4Scheme::mxfp4(), &hessian_factor)?;

@@ -47,9 +47,9 @@ impl HessianFactor {
     /// let device = Device::flex();
     /// // Singular: all channels are the same.
     /// let gram = gram(Tensor::<2>::ones([4, 32], &device))?;
-    /// let hessian_factor = HessianFactor::new(&gram, &Gptq::TEXTBOOK, 16, &device)?;
+    /// let hessian_factor = HessianFactor::new(&gram, &Gptq::ORIGINAL, 16, &device)?;
     /// assert_eq!((hessian_factor.channels(), hessian_factor.block_size()), (32, 16));
-    /// let undamped = Gptq { damping: 0.0, ..Gptq::TEXTBOOK };
+    /// let undamped = Gptq { damping: 0.0, ..Gptq::ORIGINAL };
     /// let error = HessianFactor::new(&gram, &undamped, 16, &device).unwrap_err();
     /// assert_eq!(error, OpsError::Search(SearchError::Singular));
     /// # Ok::<(), burn_fp4_ops::OpsError>(())

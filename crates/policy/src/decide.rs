@@ -110,8 +110,8 @@ impl Policy {
         self.base
     }
 
-    /// Returns the schemes that weights may be quantized by: [`base`](Self::base), and those of the
-    /// entries of [`Recipe::weights`] that are not dense.
+    /// Returns the schemes that weights may be quantized by: [`base`](Self::base), and the schemes
+    /// of the entries of [`Recipe::weights`] that are not dense.
     pub fn schemes(&self) -> impl Iterator<Item = &Fp4Scheme> {
         iter::once(&self.base).chain(self.schemes.iter().flatten())
     }

@@ -54,7 +54,7 @@ pub fn stem<'m>(module: &'m str, end: &str) -> Option<&'m str> {
 /// member without a key is in none, and one with a key of its own is alone.
 ///
 /// Names are the keys of files and of lists that a user has written ([`Family`]); statistics of
-/// inputs, by their identity, are those of layers that were seen to run.
+/// inputs, by their identity, belong to layers that were seen to run.
 ///
 /// ```
 /// use burn_fp4_policy::{Family, Reason, families, keep_together};

@@ -479,7 +479,7 @@ mod tests {
             ("calibration = []", 1, "`calibration`: expected a text in quotes, found a list"),
             ("method = { gptq = { damping = \"x\" } }", 1, "`damping`: expected a number, found"),
             ("preset = 1", 1, "`preset`: expected a text in quotes, found the integer `1`"),
-            // Signs of a text and of a comment are not those of a key.
+            // Signs in a text or a comment are not a key's.
             ("keep = [\"a=\\\"b=\", 5]", 1, "`keep`: expected a text in quotes, found the"),
             ("keep = ['=', # x=\n 5]", 2, "`keep`: expected a text in quotes, found the"),
             ("format = 4", 1, "`format`: expected a text in quotes, found 4; correct it"),

@@ -64,7 +64,7 @@ impl Gptq {
     pub const GROUP: usize = 128;
 
     /// GPTQ as published: blocks in the order of the weight, no sweeps.
-    pub const TEXTBOOK: Self =
+    pub const ORIGINAL: Self =
         Self { damping: 0.05, order: BlockOrder::Natural, sweeps: 0, refits: 0 };
 
     /// The options by bits, which are equal where they are the same options.

@@ -239,7 +239,7 @@ impl Method {
                 BlockHessians,
                 "ADMM from the best known solution, best iterate kept",
             ),
-            row("gptq-textbook", Self::Gptq(Gptq::TEXTBOOK), Gram, "GPTQ as published"),
+            row("gptq-original", Self::Gptq(Gptq::ORIGINAL), Gram, "GPTQ as published"),
             row("gptq", Self::GPTQ, Gram, "GPTQ by activity, then sweeps over codes and scales"),
         ]
     };
@@ -257,7 +257,7 @@ impl Method {
         static NAMED: [MethodRow; Method::NAMED.len()] = Method::NAMED;
         let default = match self {
             Self::FourOverSix { .. } => Self::FOUR_OVER_SIX,
-            Self::Gptq(options) if options != Gptq::TEXTBOOK => Self::GPTQ,
+            Self::Gptq(options) if options != Gptq::ORIGINAL => Self::GPTQ,
             Self::Gptq(_)
             | Self::Amax
             | Self::Sse(_)
@@ -467,7 +467,7 @@ mod tests {
     fn options_that_a_name_does_not_stand_for_are_displayed() {
         let gptq = |options| Method::Gptq(options).to_string();
         assert_eq!(gptq(Gptq::DEFAULT), "gptq");
-        assert_eq!(gptq(Gptq::TEXTBOOK), "gptq-textbook");
+        assert_eq!(gptq(Gptq::ORIGINAL), "gptq-original");
         let order = crate::gptq::BlockOrder::Natural;
         let options = Gptq { damping: 0.1, order, sweeps: 1, ..Gptq::DEFAULT };
         assert_eq!(gptq(options), "gptq (damping 0.1, order natural, sweeps 1)");

@@ -47,8 +47,8 @@ pub fn ranges_of(sum: f64) -> [f32; 3] {
     sums
 }
 
-/// Adds up the ranges of two sums, `[6]` in f32: those of squared differences, and those of the
-/// squares of the values. Returns `None` for another number of sums.
+/// Adds up the ranges of two sums, `[6]` in f32: three ranges of squared differences, and three of
+/// the squares of the values. Returns `None` for another number of sums.
 ///
 /// ```
 /// use burn_fp4_search::squares::squared_sums;

@@ -16,8 +16,8 @@ use super::{BOOK, DeviceOptions, HELD_OUT};
 /// Report how good a finished model is, on one page: perplexity and divergence on texts against the
 /// original, errors of weights and outputs by layer, bits, saturation, and readers.
 ///
-/// The model may be in any dialect. It needs no config.json and no tokenizer: those of the
-/// reference count. `fp4 report` prints the page without a forward pass.
+/// The model may be in any dialect. It needs no config.json and no tokenizer: the reference's are
+/// used. `fp4 report` prints the page without a forward pass.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Finished model: a Hugging Face folder, or a safetensors or GGUF file with its names.

@@ -17,6 +17,21 @@ const UNITS: u32 = 1024;
 /// Returns the index of the first of the largest values of each row of `[rows, cols]`: i32
 /// `[rows]`. NaN counts as less than any number.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, argmax};
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let values = client.create_from_slice(f32::as_bytes(&[0.5, 3.0, f32::NAN, 3.0]));
+/// let indices = argmax(&client, &device, values, [1, 4], Dtype::F32)?;
+/// assert_eq!(i32::from_bytes(&client.read_one_unchecked(indices)), [1]);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn argmax(

@@ -74,6 +74,33 @@ impl AttentionHandles {
 /// positions up to it. Returns the outputs in the shape of the queries. All operands but RoPE and
 /// the position have one dtype. `positions` is the number of rows of RoPE.
 ///
+/// ```no_run
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{AttentionHandles, Capability, Dtype, attend};
+/// use burn_fp4_search::host::AttentionShape;
+///
+/// let client = Device::cuda(0).expect("a GPU").client();
+/// let device = Capability::of(&client);
+/// let floats = |count: usize| client.create_from_slice(f32::as_bytes(&vec![1.0; count]));
+/// let shape =
+///     AttentionShape { batch: 1, tokens: 1, heads: 8, kv_heads: 2, head_dim: 64, capacity: 512 };
+/// let operands = AttentionHandles {
+///     queries: floats(8 * 64),
+///     keys: floats(2 * 64),
+///     values: floats(2 * 64),
+///     key_cache: floats(2 * 512 * 64),
+///     value_cache: floats(2 * 512 * 64),
+///     cos: floats(512 * 32),
+///     sin: floats(512 * 32),
+///     position: client.create_from_slice(i32::as_bytes(&[0])),
+/// };
+/// let output = attend(&client, &device, operands, shape, 512, Dtype::F32)?;
+/// // The first token attends to itself alone.
+/// assert_eq!(f32::from_bytes(&client.read_one_unchecked(output)), [1.0; 8 * 64]);
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn attend(
@@ -103,6 +130,21 @@ pub fn attend(
 }
 
 /// Checks that [`attend`] runs a shape with RoPE for `positions` positions, on any device.
+///
+/// ```
+/// use burn_fp4_cubecl::check_attention;
+/// use burn_fp4_search::host::AttentionShape;
+///
+/// let shape =
+///     AttentionShape { batch: 1, tokens: 1, heads: 8, kv_heads: 2, head_dim: 64, capacity: 512 };
+/// check_attention(&shape, 512)?;
+/// let prompt = AttentionShape { tokens: 7, ..shape };
+/// let refusal = check_attention(&prompt, 512).unwrap_err();
+/// assert_eq!(refusal.to_string(), "tokens of attention: 7, not 1");
+/// let ragged = AttentionShape { heads: 9, ..shape };
+/// assert!(check_attention(&ragged, 512).is_err(), "2 key heads do not divide 9");
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
 ///
 /// # Errors
 /// [`Refusal`]: there is more than one token, heads do not divide, a head has an odd number of
@@ -248,7 +290,7 @@ fn launch<F: Float>(
         operands;
     // `last` is the last position of both tables.
     let angles = (last as usize + 1) * head_dim / 2;
-    // SAFETY: the lengths are those of the shape, which memory was checked for, and positions
+    // SAFETY: the lengths are the shape's, which memory was checked for, and positions
     // beyond `last` count as `last`. The second kernel reads what the first has written.
     unsafe {
         attend_kernel::launch_unchecked::<F>(

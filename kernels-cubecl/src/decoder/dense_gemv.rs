@@ -32,6 +32,23 @@ const LOADS: u32 = 4;
 /// a weight `[k, n]`, which is `[n, k]` in memory if it is `transposed`. All have one dtype; sums
 /// are f32, in an order that depends only on shape, layout, dtype and device.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, dense_gemv};
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+/// let input = upload(&[1.0, 2.0, 3.0, 4.0]);
+/// let weight = upload(&[1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, -1.0]); // `[n, k]` in memory
+/// let output = dense_gemv(&client, &device, input, weight, [1, 2, 4], true, Dtype::F32)?;
+/// assert_eq!(f32::from_bytes(&client.read_one_unchecked(output)), [10.0, -3.0]);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn dense_gemv(

@@ -24,6 +24,25 @@ pub struct Normalized {
 /// Normalizes rows `[rows, channels]`, after adding an update of the same shape. All operands have
 /// one dtype; the arithmetic is f32. Sums are rounded to the dtype before they are normalized.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, rms_norm};
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+/// let read = |handle| f32::from_bytes(&client.read_one_unchecked(handle)).to_vec();
+/// let (input, update) = (upload(&[3.0, -5.0]), Some(upload(&[1.0, 1.0])));
+/// let weight = upload(&[1.0, 10.0]);
+/// let found = rms_norm(&client, &device, input, update, weight, [1, 2], Dtype::F32, 0.0)?;
+/// assert_eq!(read(found.sums.expect("an update")), [4.0, -4.0]);
+/// assert_eq!(read(found.normalized), [1.0, -10.0]); // divided by 4, times the weight
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 #[allow(clippy::too_many_arguments)]

@@ -24,6 +24,19 @@ use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 /// Checks that [`rotate_into_cache`] and [`attention_weights`] run a shape with RoPE for
 /// `positions` positions, on any device.
 ///
+/// ```
+/// use burn_fp4_cubecl::{Refusal, check_prefill};
+/// use burn_fp4_search::host::AttentionShape;
+///
+/// let (batch, tokens, heads, kv_heads) = (1, 1 << 12, 32, 8);
+/// let shape = AttentionShape { batch, tokens, heads, kv_heads, head_dim: 128, capacity: 1 << 13 };
+/// check_prefill(&shape, 1 << 13)?;
+/// let long = AttentionShape { tokens: 1 << 15, capacity: 1 << 15, ..shape };
+/// let refused = check_prefill(&long, 1 << 15); // 2^35 scores
+/// assert!(matches!(refused, Err(Refusal::TooLarge { .. })));
+/// # Ok::<(), Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]: as [`check_attention`](super::check_attention), for any number of tokens.
 pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
@@ -41,8 +54,39 @@ pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Ref
 /// Rotates the queries and keys of tokens by their positions, and writes the rotated keys and the
 /// values into a KV cache. Returns the rotated queries `[batch, heads, tokens, head_dim]`.
 ///
-/// Operands are those of [`attend`](super::attend), with `[batch, tokens, ..]` queries, keys and
+/// Operands are as for [`attend`](super::attend), with `[batch, tokens, ..]` queries, keys and
 /// values, and positions i32 `[tokens]` that differ. `positions` is the number of rows of RoPE.
+///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{AttentionHandles, Capability, Dtype, rotate_into_cache};
+/// use burn_fp4_search::host::AttentionShape;
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+/// let shape =
+///     AttentionShape { batch: 1, tokens: 1, heads: 1, kv_heads: 1, head_dim: 2, capacity: 2 };
+/// let key_cache = upload(&[0.0; 4]);
+/// let operands = AttentionHandles {
+///     queries: upload(&[1.0, 2.0]),
+///     keys: upload(&[3.0, 4.0]),
+///     values: upload(&[5.0, 6.0]),
+///     key_cache: key_cache.clone(),
+///     value_cache: upload(&[0.0; 4]),
+///     cos: upload(&[1.0, 0.0]), // a quarter turn at position 1
+///     sin: upload(&[0.0, 1.0]),
+///     position: client.create_from_slice(i32::as_bytes(&[1])),
+/// };
+/// let rotated = rotate_into_cache(&client, &device, operands, shape, 2, Dtype::F32)?;
+/// assert_eq!(f32::from_bytes(&client.read_one_unchecked(rotated)), [-2.0, 1.0]);
+/// let keys = client.read_one_unchecked(key_cache);
+/// assert_eq!(f32::from_bytes(&keys), [0.0, 0.0, -4.0, 3.0]);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
@@ -89,7 +133,7 @@ fn launch_rotate<F: Float>(
     let last = capacity.min(positions) as u32 - 1;
     let angles = (last as usize + 1) * head_dim / 2;
     let [x, y] = device.two_dimensions(pairs.div_ceil(UNITS));
-    // SAFETY: the lengths are those of the shape, which memory was checked for, and positions
+    // SAFETY: the lengths are the shape's, which memory was checked for, and positions
     // beyond `last` count as `last`.
     unsafe {
         rotate_kernel::launch_unchecked::<F>(
@@ -178,6 +222,26 @@ fn rotate_kernel<F: Float, N: Size>(
 /// `head_dim`, in the shape and dtype of the scores. Token `t` attends to positions up to
 /// `position[t]`, i32 `[tokens]`; the weights of later ones are 0. A position beyond the cache or
 /// RoPE, which has `positions` rows, counts as the last. The arithmetic is f32.
+///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, attention_weights};
+/// use burn_fp4_search::host::AttentionShape;
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let shape =
+///     AttentionShape { batch: 1, tokens: 2, heads: 1, kv_heads: 1, head_dim: 2, capacity: 2 };
+/// let scores = client.create_from_slice(f32::as_bytes(&[3.0; 4]));
+/// let position = client.create_from_slice(i32::as_bytes(&[0, 1]));
+/// let weights = attention_weights(&client, &device, scores, position, shape, 2, Dtype::F32)?;
+/// let weights = client.read_one_unchecked(weights);
+/// assert_eq!(f32::from_bytes(&weights), [1.0, 0.0, 0.5, 0.5]); // the first does not look ahead
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
 ///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.

@@ -24,6 +24,25 @@ use crate::plan::{Capability, Dtype, Refusal, UNITS};
 /// Draws a token for each row of logits `[rows, vocab_size]`, given uniform values f32 `[rows]` in
 /// `[0, 1)`: i32 `[rows]`. Equal uniform values draw equal tokens on one device.
 ///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, sample};
+/// use burn_fp4_search::host::SampleOptions;
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+/// // Two rows of two logits, all equally likely.
+/// let (logits, uniform) = (upload(&[2.0; 4]), upload(&[0.25, 0.75]));
+/// let options = SampleOptions { temperature: 1.0, top_k: None, top_p: None };
+/// let tokens = sample(&client, &device, logits, uniform, [2, 2], Dtype::F32, options)?;
+/// assert_eq!(i32::from_bytes(&client.read_one_unchecked(tokens)), [0, 1]);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; nothing is launched then.
 pub fn sample(

@@ -33,6 +33,33 @@ use crate::quantize_by_hessian::Hessians;
 
 /// A [`HessianFactor`](burn_fp4_search::HessianFactor) in device memory, as f32 except for the
 /// order.
+///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::cubecl::server::Handle;
+/// use burn_fp4_cubecl::{Capability, hessian_factor};
+/// use burn_fp4_search::{Gptq, Gram};
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client);
+/// // Sums of 8 and a damping of as much: H is 16 times the identity.
+/// let mut squares = [0.0; 16 * 16];
+/// (0..16).for_each(|channel| squares[channel * 17] = 8.0);
+/// let gram = Gram::from_values(&squares, 16, 16, 64, 1.0)?;
+/// let options = Gptq { damping: 1.0, ..Gptq::DEFAULT };
+/// let damped = options.damped_hessian(&gram, 16)?;
+///
+/// let found = hessian_factor(&client, &device, &gram, &damped)?;
+/// let read = |handle: &Handle| client.read_one_unchecked(handle.clone());
+/// assert_eq!(u32::from_bytes(&read(found.definite())), [1]);
+/// assert_eq!(f32::from_bytes(&read(found.hessian()))[0], 16.0);
+/// assert_eq!(f32::from_bytes(&read(found.factor()))[0], 0.25); // the root of the inverse
+/// assert_eq!(f32::from_bytes(&read(found.channel_weights()))[0], 16.0);
+/// # }
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct HessianFactorHandles {
     /// Channels of the weight.

@@ -26,6 +26,33 @@ use crate::quantize_by_hessian::{Hessians, quantize_by_hessian};
 /// `values` are f32 `[channels, rows]`, with the channels in the order of the Hessian factor. Axis
 /// and dtype of the problem do not apply to them. Codes and scales are in the order of the problem.
 ///
+/// ```no_run
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, Problem, amax, hessian_factor, quantize_gptq};
+/// use burn_fp4_search::host::View;
+/// use burn_fp4_search::{Fp4Scheme, Gptq, Gram};
+///
+/// let client = Device::cuda(0).expect("a GPU").client();
+/// let device = Capability::of(&client);
+/// let (weight, activations) = ([0.5f32; 4 * 32], [1.0f32; 64 * 32]);
+/// let gram = Gram::of(&activations, 32)?;
+/// let damped = Gptq::DEFAULT.damped_hessian(&gram, 16)?;
+/// let factor = hessian_factor(&client, &device, &gram, &damped)?;
+///
+/// let scheme = damped.scheme(&Fp4Scheme::nvfp4())?;
+/// let (view, dtype, options) = (View::rows(4, 32), Dtype::F32, damped.options());
+/// let problem = Problem { view, dtype, scheme };
+/// // `[channels, rows]`, with the channels in the order of the factor.
+/// let column = |&channel: &usize| [0, 1, 2, 3].map(|row| weight[row * 32 + channel]);
+/// let values: Vec<f32> = damped.order().iter().flat_map(column).collect();
+/// let values = client.create_from_slice(f32::as_bytes(&values));
+/// let largest = amax(&client, &device, values.clone(), view, dtype, false)?;
+/// let packed = quantize_gptq(&client, &device, values, largest, &factor, options, &problem)?;
+/// assert_eq!(client.read_one_unchecked(packed.codes).len(), problem.code_bytes());
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`]; launches before it have no effect.
 pub fn quantize_gptq(

@@ -154,6 +154,24 @@ fn launch_small_m(
 }
 
 /// Matmuls of one input with several weights in one launch; see [`Matmul::family`].
+///
+/// ```
+/// use burn_fp4_cubecl::{Capability, Dtype, Matmul};
+/// use burn_fp4_search::formats::Fp4Format;
+/// # let gpu = Capability {
+/// #     plane: 32, cubes: 528, max_cubes: u32::MAX, converts_bf16: true, mma: true,
+/// #     wgmma: burn_fp4_cubecl::WgmmaSupport::None, fast_shared_memory: true, doubles: true,
+/// #     decoding: burn_fp4_cubecl::Decoding::Subnormals, portable: None,
+/// # };
+///
+/// // `gpu` is the one in the example of `Capability`.
+/// let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);
+/// let query = Matmul { m: 1, n: 4096, k: 4096, format, block_size, dtype };
+/// let key = Matmul { n: 1024, ..query };
+/// let family = Matmul::family(&[query, key, key], &gpu).expect("few rows");
+/// assert_eq!(*family.first(), query);
+/// assert_eq!(Matmul::family(&[query], &gpu), None); // one matmul is not a family
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct FamilyPlan {
     first: Matmul,
@@ -168,7 +186,7 @@ impl Matmul {
     /// their packed rows, or the kernel for at most 16 rows of the input does not take them all.
     ///
     /// One launch keeps more of the device busy than short ones in turn. Sums have the order of a
-    /// matmul with the packed rows of all weights, so that bits may differ from those of
+    /// matmul with the packed rows of all weights, so that bits may differ from a launch of
     /// [`plan`](Self::plan).
     #[must_use]
     pub fn family(matmuls: &[Self], device: &Capability) -> Option<FamilyPlan> {
@@ -201,6 +219,29 @@ impl FamilyPlan {
     /// Computes the products of an input `[m, k]` with all weights, an output `[m, n]` each; see
     /// [`MatmulPlan::run`]. All weights have one tensor scale, or one per packed row. All have a
     /// bias `[n]`, or none.
+    ///
+    /// ```no_run
+    /// use burn_fp4_cubecl::cubecl::Device;
+    /// use burn_fp4_cubecl::{Capability, Dtype, Matmul, PackedHandles};
+    /// use burn_fp4_search::formats::Fp4Format;
+    ///
+    /// let client = Device::cuda(0).expect("a GPU").client();
+    /// let device = Capability::of(&client);
+    /// let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);
+    /// let query = Matmul { m: 1, n: 4096, k: 4096, format, block_size, dtype };
+    /// let key = Matmul { n: 1024, ..query };
+    /// let family = Matmul::family(&[query, key, key], &device).expect("matrix instructions");
+    /// let weight = |n: usize| PackedHandles {
+    ///     codes: client.empty(n * 4096 / 2),
+    ///     scales: client.empty(n * 4096 / 16),
+    ///     tensor_scale: client.empty(4),
+    ///     tensor_scales: 1,
+    /// };
+    /// let weights = vec![(weight(4096), None), (weight(1024), None), (weight(1024), None)];
+    /// let outputs = family.run(&client, weights, client.empty(4096 * dtype.size()), None)?;
+    /// assert_eq!(outputs.len(), 3);
+    /// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+    /// ```
     ///
     /// # Errors
     /// [`Refusal::Memory`], [`Refusal::TensorScales`], and [`Refusal::Mismatch`] if there is not

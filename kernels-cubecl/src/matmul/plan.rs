@@ -12,6 +12,34 @@ use crate::numeric::scale_grid::f16_holds_products;
 use crate::plan::{Capability, Dtype, Refusal, ThreadTile, UNITS, WgmmaSupport};
 
 /// The matmul `input x weight^T` of an input `[m, k]` and a packed weight of n rows of k elements.
+///
+/// ```
+/// use burn_fp4_cubecl::{Capability, Dtype, Matmul, WgmmaSupport};
+/// use burn_fp4_search::formats::Fp4Format;
+/// # let gpu = Capability {
+/// #     plane: 32, cubes: 528, max_cubes: u32::MAX, converts_bf16: true, mma: true,
+/// #     wgmma: burn_fp4_cubecl::WgmmaSupport::None, fast_shared_memory: true, doubles: true,
+/// #     decoding: burn_fp4_cubecl::Decoding::Subnormals, portable: None,
+/// # };
+///
+/// // `gpu` is the one in the example of `Capability`.
+/// let (format, block_size, dtype) = (Fp4Format::NvFp4, 16, Dtype::Bf16);
+/// let token = Matmul { m: 1, n: 4096, k: 4096, format, block_size, dtype };
+/// let planned = token.plan(&gpu)?.expect("few rows");
+/// assert_eq!(planned, token.small_m(&gpu)?);
+/// assert_eq!((planned.matmul(), planned.device()), (&token, &gpu));
+///
+/// let prompt = Matmul { m: 64, ..token };
+/// assert_eq!(prompt.plan(&gpu)?, Some(prompt.mma(&gpu)?));
+/// let hopper = Capability { wgmma: WgmmaSupport::Ptx, ..gpu };
+/// assert_eq!(prompt.plan(&hopper)?, Some(prompt.wgmma(&hopper)?));
+///
+/// // Without matrix instructions, many rows are multiplied faster once the weight is dequantized.
+/// let plain = Capability { mma: false, ..gpu };
+/// assert_eq!(token.plan(&plain)?, Some(token.gemv(&plain)?));
+/// assert_eq!(prompt.plan(&plain)?, None);
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Matmul {
     /// Rows of the input.

@@ -29,7 +29,7 @@ impl PortableGemv {
 
 /// Largest m of `portable_gemv.rs`.
 pub(super) const MAX_GEMV_M: usize = 8;
-/// Sums of a unit of `portable_gemv.rs`: those of a cube fit 16 KiB.
+/// Sums of a unit of `portable_gemv.rs`: the sums of a cube fit 16 KiB.
 const MAX_SUMS: u32 = 16;
 /// Cubes of `portable_gemv.rs` that fill a large GPU; wgpu does not tell the size.
 const BUSY_GEMV: usize = 512;

@@ -21,7 +21,7 @@ const TWO_23: u32 = 0x4B00_0000;
 #[cube]
 fn normal_element(word: u32) -> f32 {
     let magnitude = (word >> 28u32) & 7u32;
-    // From 1 on, exponent and mantissa bits are those of an f32 with the exponent field 126 more.
+    // From 1 on, exponent and mantissa bits equal an f32's with the exponent field 126 more.
     let bits = (magnitude << 22u32) + 0x3F00_0000u32;
     let small = magnitude * 0x3F00_0000u32;
     f32::reinterpret(select(magnitude < 2u32, small, bits) | (word & 0x8000_0000u32))
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn twice_every_element_is_a_nibble() {
         for (code, place) in (0..16u8).flat_map(|code| (0..8).map(move |place| (code, place))) {
-            // All other nibbles are those of another code.
+            // All other nibbles have another code.
             let others = (u32::from(code ^ 5) * 0x1111_1111) & !(15 << (4 * place));
             let word = others | (u32::from(code) << (4 * place));
             let twice = (twice_elements(word) >> (4 * place)) & 15;

@@ -14,6 +14,32 @@ pub const UNITS: u32 = 256;
 const SHARED_MEMORY: usize = 16 << 10;
 
 /// Facts about a device that plans depend on.
+///
+/// ```
+/// use burn_fp4_cubecl::{Capability, Decoding, Dtype, Operation, Problem, WgmmaSupport, plan};
+/// use burn_fp4_search::Fp4Scheme;
+/// use burn_fp4_search::host::View;
+///
+/// // A GPU of 132 multiprocessors, to plan for it without one.
+/// let gpu = Capability {
+///     plane: 32,
+///     cubes: 4 * 132,
+///     max_cubes: u32::MAX,
+///     converts_bf16: true,
+///     mma: true,
+///     wgmma: WgmmaSupport::None,
+///     fast_shared_memory: true,
+///     doubles: true,
+///     decoding: Decoding::Subnormals,
+///     portable: None,
+/// };
+/// let (view, scheme) = (View::rows(3, 1024), Fp4Scheme::nvfp4());
+/// let problem = Problem { view, dtype: Dtype::Bf16, scheme };
+/// assert_eq!(plan(Operation::RowAmax, &problem, &gpu)?.items, 3 * 32); // a plane for each row
+/// let host = Capability { plane: 1, ..gpu };
+/// assert_eq!(plan(Operation::RowAmax, &problem, &host)?.items, 3);
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Capability {
     /// Units of a plane (threads of a warp), which exchange values directly; 1 without planes.
@@ -53,6 +79,37 @@ pub enum Decoding {
 }
 
 /// Limits of a device of CubeCL's wgpu runtime.
+///
+/// ```
+/// use burn_fp4_cubecl::{Capability, Decoding, Dtype, Matmul, Portable};
+/// use burn_fp4_search::formats::Fp4Format;
+/// # let gpu = Capability {
+/// #     plane: 32, cubes: 528, max_cubes: u32::MAX, converts_bf16: true, mma: true,
+/// #     wgmma: burn_fp4_cubecl::WgmmaSupport::None, fast_shared_memory: true, doubles: true,
+/// #     decoding: burn_fp4_cubecl::Decoding::Subnormals, portable: None,
+/// # };
+///
+/// let portable = Portable {
+///     f16: true,
+///     bf16: false,
+///     cmma_f16: true,
+///     cmma_bf16: false,
+///     units: 256,
+///     shared_memory: 48 << 10,
+/// };
+/// // `gpu` is the one in the example of `Capability`.
+/// let device = Capability { portable: Some(portable), decoding: Decoding::Integers, ..gpu };
+/// let (format, block_size) = (Fp4Format::NvFp4, 16);
+/// let matmul = |m, dtype| Matmul { m, n: 8192, k: 8192, format, block_size, dtype };
+/// let few = matmul(8, Dtype::F16);
+/// assert_eq!(few.plan(&device)?, Some(few.portable_gemv(&device)?));
+/// let many = matmul(9, Dtype::F16);
+/// assert_eq!(many.plan(&device)?, Some(many.portable_cmma(&device)?));
+/// let wide = matmul(64, Dtype::F32);
+/// assert_eq!(wide.plan(&device)?, Some(wide.portable_gemm(&device)?));
+/// assert!(matmul(8, Dtype::Bf16).plan(&device).is_err(), "no buffer holds bf16");
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Portable {
     /// True if buffers hold f16.
@@ -61,7 +118,7 @@ pub struct Portable {
     pub bf16: bool,
     /// True if a plane of 32 units multiplies 16 x 16 matrices of f16, with sums in f32.
     pub cmma_f16: bool,
-    /// True if it multiplies those of bf16.
+    /// True if it multiplies such matrices of bf16.
     pub cmma_bf16: bool,
     /// Largest number of units of a cube.
     pub units: u32,

@@ -40,6 +40,28 @@ pub(crate) const COLUMN_CHUNK: u32 = 128;
 
 /// Plans the launch of an operation from the problem and the device alone.
 ///
+/// ```
+/// use burn_fp4_cubecl::{Capability, Dtype, Operation, Problem, Refusal, plan};
+/// use burn_fp4_search::Fp4Scheme;
+/// use burn_fp4_search::host::View;
+/// # let gpu = Capability {
+/// #     plane: 32, cubes: 528, max_cubes: u32::MAX, converts_bf16: true, mma: true,
+/// #     wgmma: burn_fp4_cubecl::WgmmaSupport::None, fast_shared_memory: true, doubles: true,
+/// #     decoding: burn_fp4_cubecl::Decoding::Subnormals, portable: None,
+/// # };
+///
+/// // `gpu` is the one in the example of `Capability`.
+/// let (view, scheme) = (View::rows(3, 1024), Fp4Scheme::nvfp4());
+/// let problem = Problem { view, dtype: Dtype::Bf16, scheme };
+/// let launch = plan(Operation::Quantize, &problem, &gpu)?;
+/// assert_eq!((launch.items, launch.units), (3 * 1024 / 16, 256)); // a unit for each block
+/// assert_eq!(launch.cubes, [1, 1]);
+///
+/// let odd = Problem { view: View::rows(3, 24), ..problem };
+/// assert!(matches!(plan(Operation::Quantize, &odd, &gpu), Err(Refusal::Scheme(_))));
+/// # Ok::<(), Refusal>(())
+/// ```
+///
 /// # Errors
 /// [`Refusal`] if no kernel runs the operation.
 pub fn plan(

@@ -38,6 +38,19 @@ impl Dtype {
 }
 
 /// Shape, axis, dtype and scheme of an operation.
+///
+/// ```
+/// use burn_fp4_cubecl::{Dtype, Problem};
+/// use burn_fp4_search::Fp4Scheme;
+/// use burn_fp4_search::host::View;
+///
+/// // 32 values along the axis, in blocks of 16, for each of four columns.
+/// let view = View::along(&[32, 4], 0);
+/// let problem = Problem { view, dtype: Dtype::Bf16, scheme: Fp4Scheme::nvfp4() };
+/// assert_eq!(problem.blocks(), 2);
+/// assert_eq!((problem.code_bytes(), problem.scale_bytes()), (64, 8));
+/// assert_eq!(view.len() * problem.dtype.size(), 256); // bytes of the dense tensor
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Problem {
     /// How the blocked axis lies in the dense tensor.

@@ -5,6 +5,16 @@ use burn_fp4_search::{Method, SearchError};
 use super::problem::Operation;
 
 /// The reason why an operation is not launched.
+///
+/// ```
+/// use burn_fp4_cubecl::{Operation, Refusal};
+/// use burn_fp4_search::Method;
+///
+/// let short = Refusal::Memory { what: "values", expected: 1024, found: 1020 };
+/// assert_eq!(short.to_string(), "values is 1020 bytes of memory, not 1024");
+/// let method = Refusal::Method { operation: Operation::Quantize, found: Method::Hessian };
+/// assert_eq!(method.to_string(), "there is no kernel of `quantize` for method `hessian`");
+/// ```
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -34,7 +44,7 @@ pub enum Refusal {
         /// The reason, as the end of a sentence that begins with the device.
         lacks: &'static str,
     },
-    /// The driver's results are not those of the host.
+    /// The driver's results differ from the host's.
     #[error("the driver fails the self-test: {operation} has {wrong} wrong values of {values}")]
     SelfTest {
         /// The operation that was tested.

@@ -11,6 +11,26 @@ use super::problem::Dtype;
 /// 32 bytes. Along a contiguous axis neighbours take the blocks of a row one after the other. Along
 /// a strided axis units form groups of `units_over_rows x units_over_blocks`: the first neighbours
 /// take the same block of the next rows, then come the next blocks.
+///
+/// ```
+/// use burn_fp4_cubecl::{Capability, Dtype, Operation, Problem, plan};
+/// use burn_fp4_search::Fp4Scheme;
+/// use burn_fp4_search::host::View;
+/// # let gpu = Capability {
+/// #     plane: 32, cubes: 528, max_cubes: u32::MAX, converts_bf16: true, mma: true,
+/// #     wgmma: burn_fp4_cubecl::WgmmaSupport::None, fast_shared_memory: true, doubles: true,
+/// #     decoding: burn_fp4_cubecl::Decoding::Subnormals, portable: None,
+/// # };
+///
+/// // `gpu` is the one in the example of `Capability`.
+/// let (view, scheme) = (View::rows(3, 1024), Fp4Scheme::nvfp4());
+/// let problem = Problem { view, dtype: Dtype::Bf16, scheme };
+/// let tile = plan(Operation::Quantize, &problem, &gpu)?.thread_tile;
+/// // A load of 16 bytes: eight values, in four words of 32 bits.
+/// assert_eq!((tile.vector, tile.word_values(), tile.words()), (8, 2, 4));
+/// assert!(tile.contiguous_axis && tile.wide());
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct ThreadTile {

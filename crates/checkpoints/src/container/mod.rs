@@ -113,7 +113,7 @@ impl Container {
     /// Opens a safetensors or GGUF file, or a folder with `model.safetensors`, with
     /// `model.safetensors.index.json`, or with any safetensors files, all of which belong to it.
     ///
-    /// Configs next to a safetensors file are read, as those of a folder are: they name the
+    /// Configs next to a safetensors file are read, as in a folder: they name the
     /// architecture and the dialect. Its other files are only found if the folder is opened.
     ///
     /// The files must not change while they are open: they are mapped, not copied.

@@ -39,6 +39,10 @@ impl Dialect for ComfyUi {
         container.metadata_text(METADATA).map(|_| "_quantization_metadata of the metadata")
     }
 
+    fn suffixes(&self) -> &'static [&'static str] {
+        &["weight_scale", "weight_scale_2"]
+    }
+
     fn names_itself(&self) -> bool {
         true
     }

@@ -26,7 +26,7 @@ use serde_json::json;
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, source, tested};
 use super::scheme::{self, Scheme};
-use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
+use super::traits::{Dialect, Envelope, ScaleConvention, ScaleSupport, Write, quant_method};
 use crate::architecture::Architecture;
 use crate::container::{CONFIG, Container};
 use crate::dtype::{DataType, Dtype};
@@ -60,7 +60,15 @@ impl Dialect for CompressedTensors {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, self.name())
+        quant_method(container, self.quant_methods())
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &[".weight_packed"]
+    }
+
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &["compressed-tensors"]
     }
 
     fn read<'a>(
@@ -276,16 +284,16 @@ impl Write for CompressedTensors {
         }
     }
 
-    fn holds(&self) -> Holds {
-        Holds { tensor_scale: Stated::Divisor, input_scale: true }
+    fn scale_support(&self) -> ScaleSupport {
+        ScaleSupport { tensor_scale: ScaleConvention::Divisor, input_scale: true }
     }
 
-    fn holds_of(&self, weight: &Weight<'_>) -> Holds {
+    fn scale_support_of(&self, weight: &Weight<'_>) -> ScaleSupport {
         match &weight.value {
             Value::Fp4(fp4) if !fp4.format.row().tensor_scale => {
-                Holds { tensor_scale: Stated::Folded, input_scale: false }
+                ScaleSupport { tensor_scale: ScaleConvention::Folded, input_scale: false }
             }
-            Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => self.holds(),
+            Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => self.scale_support(),
         }
     }
 
@@ -301,7 +309,7 @@ impl Write for CompressedTensors {
         true
     }
 
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError> {
         let metadata = scheme::torch_metadata();
         let own = model.quantization.dialect == self.name();
         let floats = scheme::configs_of_floats(model);
@@ -314,7 +322,7 @@ impl Write for CompressedTensors {
                 vec![(CONFIG, scheme::with_quantization(model, quantization_config(model)?))]
             }
         };
-        Ok(Frame::Folder { metadata, configs })
+        Ok(Envelope::Folder { metadata, configs })
     }
 }
 

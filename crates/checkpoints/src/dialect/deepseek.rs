@@ -34,7 +34,15 @@ impl Dialect for DeepSeek {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, "fp8")
+        quant_method(container, self.quant_methods())
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &["weight_scale_inv"]
+    }
+
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &["fp8"]
     }
 
     fn read<'a>(

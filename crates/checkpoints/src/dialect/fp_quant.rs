@@ -17,7 +17,11 @@ impl Dialect for FpQuant {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, "fp_quant")
+        quant_method(container, &["fp_quant"])
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &[".qweight"]
     }
 
     fn read<'a>(

@@ -16,7 +16,7 @@ use burn_fp4_formats::Fp4Format;
 
 use super::parts::{self, Reader};
 use super::readers::{Program, ReadBy, tested};
-use super::traits::{Dialect, Frame, Write};
+use super::traits::{Dialect, Envelope, Write};
 use crate::architecture::stated;
 use crate::container::gguf::Metadata as Pairs;
 use crate::container::{Container, Metadata};
@@ -206,7 +206,7 @@ impl Write for Gguf {
         record(format).block
     }
 
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError> {
         let kind = stated(model.config.as_ref()).unwrap_or("unknown");
         let mut pairs = model.gguf.clone().unwrap_or_else(|| Pairs::new(kind));
         // A file that is copied says it as it did.
@@ -220,6 +220,6 @@ impl Write for Gguf {
                 None => pairs.remove(FILE_TYPE),
             }
         }
-        Ok(Frame::Gguf(pairs))
+        Ok(Envelope::Gguf(pairs))
     }
 }

@@ -17,7 +17,7 @@ use serde_json::json;
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, source, tested};
 use super::scheme::{configs_of_floats, ignore_list, patterns, torch_metadata, with_quantization};
-use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
+use super::traits::{Dialect, Envelope, ScaleConvention, ScaleSupport, Write, quant_method};
 use crate::container::{CONFIG, Container};
 use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
@@ -37,7 +37,15 @@ impl Dialect for GptOss {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, "mxfp4")
+        quant_method(container, self.quant_methods())
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &["_blocks"]
+    }
+
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &["mxfp4"]
     }
 
     fn read<'a>(
@@ -128,15 +136,15 @@ impl Write for GptOss {
         }
     }
 
-    fn holds(&self) -> Holds {
-        Holds { tensor_scale: Stated::Folded, input_scale: false }
+    fn scale_support(&self) -> ScaleSupport {
+        ScaleSupport { tensor_scale: ScaleConvention::Folded, input_scale: false }
     }
 
     fn quantizes_input(&self, _: &Weight<'_>) -> bool {
         false
     }
 
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError> {
         let own = model.quantization.dialect == self.name();
         let configs = match (&model.config, configs_of_floats(model)) {
             (Some(config), _) if own => vec![(CONFIG, config.clone())],
@@ -148,6 +156,6 @@ impl Write for GptOss {
                 vec![(CONFIG, with_quantization(model, quantization))]
             }
         };
-        Ok(Frame::Folder { metadata: torch_metadata(), configs })
+        Ok(Envelope::Folder { metadata: torch_metadata(), configs })
     }
 }

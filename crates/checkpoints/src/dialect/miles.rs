@@ -15,7 +15,7 @@ use burn_fp4_policy::{Pattern, Syntax};
 use serde_json::json;
 
 use super::readers::ReadBy;
-use super::traits::{Dialect, Frame, Write, total_size, weight_map};
+use super::traits::{Dialect, Envelope, Write, total_size, weight_map};
 use super::{modelopt, scheme};
 use crate::container::{CONFIG, Container, QUANT_CONFIG};
 use crate::error::CheckpointError;
@@ -94,12 +94,12 @@ impl Write for Miles {
         true
     }
 
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError> {
         let metadata = scheme::torch_metadata();
         // A cache of fewer bits is stated.
         let floats = scheme::configs_of_floats(model);
         if let Some(configs) = floats.filter(|_| model.quantization.kv_cache.is_none()) {
-            return Ok(Frame::Folder { metadata, configs });
+            return Ok(Envelope::Folder { metadata, configs });
         }
         let ignore = ignore_list(model);
         let kin = [self.name(), modelopt::ModelOpt.name()].contains(&model.quantization.dialect);
@@ -124,7 +124,7 @@ impl Write for Miles {
         });
         let config = scheme::with_quantization(model, config);
         let configs = vec![(CONFIG, config), (QUANT_CONFIG, export)];
-        Ok(Frame::Folder { metadata, configs })
+        Ok(Envelope::Folder { metadata, configs })
     }
 
     fn index(&self, shards: Vec<(String, String)>, total: u64) -> serde_json::Value {

@@ -19,7 +19,7 @@ use serde_json::json;
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, tested};
 use super::scheme::{self, Scheme};
-use super::traits::{Dialect, Frame, Holds, Stated, Write};
+use super::traits::{Dialect, Envelope, ScaleConvention, ScaleSupport, Write};
 use crate::container::{CONFIG, Container};
 use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
@@ -40,6 +40,10 @@ impl Dialect for Mlx {
         let quantization = container.config()?.get("quantization")?;
         let mlx = quantization.get("group_size").is_some() && quantization.get("bits").is_some();
         mlx.then_some("quantization of config.json")
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &[".scales"]
     }
 
     fn read<'a>(
@@ -180,15 +184,15 @@ impl Write for Mlx {
         const { &[tested(Program::Mlx)] }
     }
 
-    fn holds(&self) -> Holds {
-        Holds { tensor_scale: Stated::Folded, input_scale: false }
+    fn scale_support(&self) -> ScaleSupport {
+        ScaleSupport { tensor_scale: ScaleConvention::Folded, input_scale: false }
     }
 
     fn quantizes_input(&self, _: &Weight<'_>) -> bool {
         false
     }
 
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError> {
         let metadata = vec![("format".to_owned(), "mlx".to_owned())];
         let own = model.quantization.dialect == self.name();
         let configs = match (&model.config, scheme::configs_of_floats(model)) {
@@ -201,7 +205,7 @@ impl Write for Mlx {
                 vec![(CONFIG, config)]
             }
         };
-        Ok(Frame::Folder { metadata, configs })
+        Ok(Envelope::Folder { metadata, configs })
     }
 }
 

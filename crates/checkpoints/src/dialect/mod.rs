@@ -28,6 +28,8 @@ mod scheme;
 mod torchao;
 mod traits;
 
+use std::sync::LazyLock;
+
 use crate::container::{CONFIG, Container};
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
@@ -35,10 +37,10 @@ use crate::tensor::Tensor;
 use crate::weight::{Quantization, Value, Weight};
 pub use readers::{Known, Program, ProgramRow, ReadBy};
 pub(crate) use scheme::has_dynamic_inputs;
-pub use traits::{Dialect, Frame, Holds, Stated, Write};
+pub use traits::{Dialect, Envelope, ScaleConvention, ScaleSupport, Write};
 
 /// The dialect of a checkpoint that names no other.
-static PLAIN: plain::Plain = plain::Plain { dialects: names };
+static PLAIN: plain::Plain = plain::Plain { dialects: names, suffixes };
 
 /// The dialects.
 pub static DIALECTS: [&dyn Dialect; 12] = [
@@ -61,6 +63,20 @@ fn names() -> Vec<&'static str> {
     DIALECTS.iter().map(|dialect| dialect.name()).collect()
 }
 
+/// The [suffixes](Dialect::suffixes) of the dialects.
+fn suffixes() -> Vec<&'static str> {
+    DIALECTS.iter().flat_map(|dialect| dialect.suffixes()).copied().collect()
+}
+
+/// The [methods](Dialect::quant_methods) that configs may name, as a text.
+static QUANT_METHODS: LazyLock<String> = LazyLock::new(|| {
+    let methods = DIALECTS.iter().flat_map(|dialect| dialect.quant_methods()).copied();
+    match &methods.collect::<Vec<_>>()[..] {
+        [others @ .., last] if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+        methods => methods.concat(),
+    }
+});
+
 /// The dialect of a name.
 ///
 /// # Errors
@@ -76,7 +92,7 @@ pub fn named(name: &str) -> Result<&'static dyn Dialect, CheckpointError> {
 #[non_exhaustive]
 pub enum KnownBy {
     /// Its configs or metadata name it, or name none, as nothing is quantized.
-    Claim,
+    Metadata,
     /// Only the names and shapes of its tensors do, which no other dialect explains.
     Tensors,
     /// The caller names it.
@@ -92,22 +108,22 @@ pub enum KnownBy {
 pub(crate) fn detect(
     container: &Container,
 ) -> Result<(&'static dyn Dialect, KnownBy), CheckpointError> {
-    let claims = claims(container);
-    match claims[..] {
-        [(dialect, _)] => Ok((dialect, KnownBy::Claim)),
+    let detections = detections(container);
+    match detections[..] {
+        [(dialect, _)] => Ok((dialect, KnownBy::Metadata)),
         [] => match container.quantization() {
             None => by_tensors(container),
             Some(quantization) => Err(CheckpointError::Field {
                 path: container.config_path(CONFIG),
                 field: "quantization_config.quant_method".to_owned(),
-                expected: "modelopt, compressed-tensors, mxfp4, fp8, quark or torchao",
+                expected: &QUANT_METHODS,
                 found: quantization["quant_method"].to_string(),
                 remedy: "name the dialect to read it in, or use another model",
             }),
         },
         _ => Err(CheckpointError::Ambiguous {
             path: container.root().to_owned(),
-            claims: claims.iter().map(text_of).collect(),
+            evidence: detections.iter().map(text_of).collect(),
         }),
     }
 }
@@ -131,12 +147,12 @@ pub(crate) fn read<'a>(
 /// weight is left alone, and no other dialect puts more of them together. Of several that read the
 /// same weights it is the first.
 fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), CheckpointError> {
-    let scales = parts::Scales::of(container);
-    let Some(part) = container.tensors().find(|tensor| plain::is_part(&scales, tensor)) else {
-        return Ok((&PLAIN, KnownBy::Claim));
+    let finder = PLAIN.part_finder(container);
+    let Some(part) = container.tensors().find(|tensor| finder.is_part(tensor)) else {
+        return Ok((&PLAIN, KnownBy::Metadata));
     };
     let alone = |weight: &Weight<'_>| match &weight.value {
-        Value::Plain(tensor) => plain::is_part(&scales, tensor),
+        Value::Plain(tensor) => finder.is_part(tensor),
         Value::Fp8(_) | Value::Fp4(_) => false,
     };
     let mut best: Vec<(&'static dyn Dialect, Vec<Weight<'_>>)> = Vec::new();
@@ -155,7 +171,7 @@ fn by_tensors(container: &Container) -> Result<(&'static dyn Dialect, KnownBy), 
     }
     match best[..] {
         // As nothing it is an error that names the part.
-        [] => Ok((&PLAIN, KnownBy::Claim)),
+        [] => Ok((&PLAIN, KnownBy::Metadata)),
         [(dialect, _)] => Ok((dialect, KnownBy::Tensors)),
         _ => Err(CheckpointError::NoDialect {
             path: container.root().to_owned(),
@@ -190,14 +206,14 @@ fn read_the_same(ones: &[Weight<'_>], others: &[Weight<'_>]) -> bool {
 }
 
 /// A dialect, and the evidence for it in a checkpoint.
-type Claim = (&'static dyn Dialect, &'static str);
+type Detection = (&'static dyn Dialect, &'static str);
 
-fn claims(container: &Container) -> Vec<Claim> {
-    let claim = |dialect: &'static dyn Dialect| Some((dialect, dialect.evidence(container)?));
-    DIALECTS.into_iter().filter_map(claim).collect()
+fn detections(container: &Container) -> Vec<Detection> {
+    let detection = |dialect: &'static dyn Dialect| Some((dialect, dialect.evidence(container)?));
+    DIALECTS.into_iter().filter_map(detection).collect()
 }
 
-fn text_of((dialect, why): &Claim) -> String {
+fn text_of((dialect, why): &Detection) -> String {
     format!("{} ({why})", dialect.name())
 }
 
@@ -210,13 +226,13 @@ pub(crate) fn check(
     container: &Container,
     asked: &'static dyn Dialect,
 ) -> Result<(), CheckpointError> {
-    let claims = claims(container);
-    match claims.first() {
-        Some(first) if claims.iter().all(|(claim, _)| claim.name() != asked.configs_of()) => {
-            let (path, claim) = (container.root().to_owned(), text_of(first));
-            Err(CheckpointError::OtherDialect { path, asked: asked.name(), claim })
+    let detections = detections(container);
+    match detections.first() {
+        Some(first) if detections.iter().all(|(named, _)| named.name() != asked.configs_of()) => {
+            let (path, evidence) = (container.root().to_owned(), text_of(first));
+            Err(CheckpointError::OtherDialect { path, asked: asked.name(), evidence })
         }
-        None if asked.name() == PLAIN.name() => plain::check(container, names()),
+        None if asked.name() == PLAIN.name() => PLAIN.check(container),
         Some(_) | None => Ok(()),
     }
 }
@@ -247,6 +263,12 @@ mod tests {
     use super::*;
     use crate::fp4::Order;
     use crate::storage::Storage;
+
+    #[test]
+    fn an_error_names_the_quant_methods_of_all_dialects() {
+        let expected = "modelopt, compressed-tensors, mxfp4, fp8, quark or torchao";
+        assert_eq!(*QUANT_METHODS, expected);
+    }
 
     #[test]
     fn weights_are_the_same_only_if_their_bytes_mean_the_same() {

@@ -23,7 +23,7 @@ use serde_json::json;
 use super::parts::{self, Parts, Reader};
 use super::readers::{Program, ReadBy, source};
 use super::scheme::{self, Scheme};
-use super::traits::{Dialect, Frame, Holds, Stated, Write, quant_method};
+use super::traits::{Dialect, Envelope, ScaleConvention, ScaleSupport, Write, quant_method};
 use crate::container::{CONFIG, Container, QUANT_CONFIG};
 use crate::dtype::{DataType, Dtype};
 use crate::error::CheckpointError;
@@ -62,7 +62,15 @@ impl Dialect for ModelOpt {
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
         let config = || container.quant_config().map(|_| QUANT_CONFIG);
-        quant_method(container, "modelopt").or_else(config)
+        quant_method(container, self.quant_methods()).or_else(config)
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &["weight_scale", "weight_scale_2", "weight_scale_inv"]
+    }
+
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &["modelopt"]
     }
 
     fn read<'a>(
@@ -230,16 +238,16 @@ impl Write for ModelOpt {
         }
     }
 
-    fn holds_of(&self, weight: &Weight<'_>) -> Holds {
+    fn scale_support_of(&self, weight: &Weight<'_>) -> ScaleSupport {
         match &weight.value {
             Value::Fp4(fp4) if !fp4.format.row().tensor_scale => {
-                Holds { tensor_scale: Stated::Folded, ..self.holds() }
+                ScaleSupport { tensor_scale: ScaleConvention::Folded, ..self.scale_support() }
             }
             // Readers find the scales of these inputs as layers run, and load no others.
             Value::Fp8(fp8) if fp8.granularity != Granularity::Tensor => {
-                Holds { input_scale: false, ..self.holds() }
+                ScaleSupport { input_scale: false, ..self.scale_support() }
             }
-            Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => self.holds(),
+            Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => self.scale_support(),
         }
     }
 
@@ -252,13 +260,13 @@ impl Write for ModelOpt {
         true
     }
 
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError> {
         let metadata = scheme::torch_metadata();
         if model.quantization.dialect == self.name() {
             let config = model.config.clone().map(|config| (CONFIG, config));
             let export = model.quantization.quant_config.clone();
             let export = export.map(|export| (QUANT_CONFIG, export));
-            return Ok(Frame::Folder {
+            return Ok(Envelope::Folder {
                 metadata,
                 configs: config.into_iter().chain(export).collect(),
             });
@@ -266,11 +274,11 @@ impl Write for ModelOpt {
         // A cache of fewer bits is stated.
         let floats = scheme::configs_of_floats(model);
         if let Some(configs) = floats.filter(|_| model.quantization.kv_cache.is_none()) {
-            return Ok(Frame::Folder { metadata, configs });
+            return Ok(Envelope::Folder { metadata, configs });
         }
         let (config, export) = configs(model)?;
         let config = scheme::with_quantization(model, config);
-        Ok(Frame::Folder { metadata, configs: vec![(CONFIG, config), (QUANT_CONFIG, export)] })
+        Ok(Envelope::Folder { metadata, configs: vec![(CONFIG, config), (QUANT_CONFIG, export)] })
     }
 }
 

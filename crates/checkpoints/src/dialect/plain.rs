@@ -5,7 +5,7 @@ use burn_fp4_formats::Fp4Format;
 use super::parts::{self, Scales};
 use super::readers::ReadBy;
 use super::scheme::{torch_metadata, without_quantization};
-use super::traits::{Dialect, Frame, Write};
+use super::traits::{Dialect, Envelope, Write};
 use crate::container::{CONFIG, Container};
 use crate::dtype::Dtype;
 use crate::error::CheckpointError;
@@ -16,6 +16,14 @@ use crate::weight::{Model, Quantization, Value, Weight};
 pub(super) struct Plain {
     /// The names of the dialects, one of which a quantized checkpoint has to be read in.
     pub(super) dialects: fn() -> Vec<&'static str>,
+    /// The [suffixes](Dialect::suffixes) of all dialects.
+    pub(super) suffixes: fn() -> Vec<&'static str>,
+}
+
+/// Finds the tensors of a container that only some dialect can explain, with others.
+pub(super) struct PartFinder<'a> {
+    suffixes: Vec<&'static str>,
+    scales: Scales<'a>,
 }
 
 /// The writer.
@@ -23,41 +31,44 @@ struct Writer;
 
 const NAME: &str = "plain";
 
-/// Ends of names that only some dialect can explain.
-const QUANTIZED: [&str; 8] = [
-    "weight_scale",
-    "weight_scale_2",
-    ".weight_packed",
-    "weight_scale_inv",
-    "_blocks",
-    ".qweight",
-    "._weight_qdata",
-    ".scales",
-];
-
 /// Dtypes of which a tensor is only a part of a weight: block scales, codes.
 const PARTS: [Dtype; 2] = [Dtype::F8_E8M0, Dtype::F4];
 
-/// Returns true for a tensor that only some dialect can explain, with others. The values of FP8
-/// without scales were cast.
-pub(super) fn is_part(scales: &Scales<'_>, tensor: &Tensor<'_>) -> bool {
-    QUANTIZED.iter().any(|end| tensor.name.ends_with(end))
-        || tensor.is(&PARTS)
-        || scales.of_fp8(tensor).is_some()
+impl PartFinder<'_> {
+    /// Returns true for a part of a quantized weight. The values of FP8 without scales were cast.
+    pub(super) fn is_part(&self, tensor: &Tensor<'_>) -> bool {
+        self.suffixes.iter().any(|end| tensor.name.ends_with(end))
+            || tensor.is(&PARTS)
+            || self.scales.of_fp8(tensor).is_some()
+    }
 }
 
-/// Checks that no tensor is a part of a quantized weight.
-pub(super) fn check(
-    container: &Container,
-    mut dialects: Vec<&'static str>,
-) -> Result<(), CheckpointError> {
-    let scales = Scales::of(container);
-    let Some(tensor) = container.tensors().find(|tensor| is_part(&scales, tensor)) else {
-        return Ok(());
-    };
-    dialects.retain(|name| *name != NAME);
-    let (path, tensor) = (container.root().to_owned(), tensor.name.into_owned());
-    Err(CheckpointError::NotPlain { path, tensor, dialects })
+impl Plain {
+    /// Returns the finder of parts in a container.
+    pub(super) fn part_finder<'a>(&self, container: &'a Container) -> PartFinder<'a> {
+        PartFinder { suffixes: (self.suffixes)(), scales: Scales::of(container) }
+    }
+
+    /// Checks that no tensor is a part of a quantized weight.
+    pub(super) fn check(&self, container: &Container) -> Result<(), CheckpointError> {
+        let Some(tensor) = self.first_part(container) else { return Ok(()) };
+        let (path, dialects) = (container.root().to_owned(), self.other_dialects());
+        Err(CheckpointError::NotPlain { path, tensor, dialects })
+    }
+
+    /// Returns the name of the first tensor that is a part of a quantized weight.
+    fn first_part(&self, container: &Container) -> Option<String> {
+        let finder = self.part_finder(container);
+        let part = container.tensors().find(|tensor| finder.is_part(tensor));
+        part.map(|tensor| tensor.name.into_owned())
+    }
+
+    /// Returns the dialects of quantized checkpoints.
+    fn other_dialects(&self) -> Vec<&'static str> {
+        let mut dialects = (self.dialects)();
+        dialects.retain(|name| *name != NAME);
+        dialects
+    }
 }
 
 impl Dialect for Plain {
@@ -73,15 +84,9 @@ impl Dialect for Plain {
         &self,
         container: &'a Container,
     ) -> Result<(Vec<Weight<'a>>, Quantization), CheckpointError> {
-        let scales = Scales::of(container);
-        if let Some(tensor) = container.tensors().find(|tensor| is_part(&scales, tensor)) {
-            let mut dialects = (self.dialects)();
-            dialects.retain(|name| *name != NAME);
-            return Err(CheckpointError::NoDialect {
-                path: container.root().to_owned(),
-                tensor: tensor.name.into_owned(),
-                dialects,
-            });
+        if let Some(tensor) = self.first_part(container) {
+            let (path, dialects) = (container.root().to_owned(), self.other_dialects());
+            return Err(CheckpointError::NoDialect { path, tensor, dialects });
         }
         let weights = parts::read(container, &[], |_, _| Ok(None))?;
         Ok((weights, Quantization { dialect: self.name(), ..Quantization::default() }))
@@ -110,9 +115,9 @@ impl Write for Writer {
         &[]
     }
 
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError> {
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError> {
         let config = model.config.as_ref().map(without_quantization);
         let configs = config.into_iter().map(|config| (CONFIG, config)).collect();
-        Ok(Frame::Folder { metadata: torch_metadata(), configs })
+        Ok(Envelope::Folder { metadata: torch_metadata(), configs })
     }
 }

@@ -31,7 +31,15 @@ impl Dialect for Quark {
     }
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
-        quant_method(container, "quark")
+        quant_method(container, self.quant_methods())
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &["weight_scale", "weight_scale_2"]
+    }
+
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &["quark"]
     }
 
     fn read<'a>(

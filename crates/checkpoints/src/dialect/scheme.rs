@@ -94,8 +94,8 @@ fn says_dynamic(config: &serde_json::Value) -> bool {
         || entries("quantized_layers").any(algorithm)
 }
 
-/// Returns true if a weight could be a layer's matrix that stays as it is, of floats or of numbers
-/// that are not read as floats: a matrix `X.weight`.
+/// Returns true if a weight could be a layer's matrix that is not quantized, of floats or of
+/// numbers that are not read as floats: a matrix `X.weight`.
 fn is_kept_matrix(weight: &Weight<'_>) -> bool {
     match &weight.value {
         Value::Plain(tensor) => {

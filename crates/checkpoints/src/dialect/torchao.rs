@@ -34,8 +34,16 @@ impl Dialect for TorchAo {
 
     fn evidence(&self, container: &Container) -> Option<&'static str> {
         let named = || container.metadata_text("tensor_names");
-        quant_method(container, self.name())
+        quant_method(container, self.quant_methods())
             .or_else(|| named().map(|_| "tensor_names of the metadata"))
+    }
+
+    fn suffixes(&self) -> &'static [&'static str] {
+        &["._weight_qdata"]
+    }
+
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &["torchao"]
     }
 
     fn names_itself(&self) -> bool {

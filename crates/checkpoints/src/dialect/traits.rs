@@ -24,6 +24,8 @@ use crate::weight::{Model, Quantization, Weight};
 /// assert_eq!(torchao.evidence(&container), Some("tensor_names of the metadata"));
 /// assert_eq!(torchao.patterns_file(&container), Some(CONFIG));
 /// assert!(torchao.names_itself() && !named("modelopt")?.names_itself());
+/// assert_eq!(torchao.suffixes(), ["._weight_qdata"]);
+/// assert_eq!(torchao.quant_methods(), ["torchao"]);
 /// assert_eq!(named("miles")?.configs_of(), "modelopt");
 /// # std::fs::remove_file(&path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -34,6 +36,18 @@ pub trait Dialect: Sync {
 
     /// Names the field of the configs or the metadata by which a checkpoint is of this dialect.
     fn evidence(&self, container: &Container) -> Option<&'static str>;
+
+    /// Ends of names of tensors that are parts of its quantized weights. A file that names no
+    /// dialect is not read as dense if it has such a tensor. Several dialects may have the same.
+    fn suffixes(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// Values of `quant_method` in `config.json` that it is read by. The error about any other
+    /// value lists them.
+    fn quant_methods(&self) -> &'static [&'static str] {
+        &[]
+    }
 
     /// The dialect whose configs it has, if it has none of its own.
     fn configs_of(&self) -> &'static str {
@@ -68,7 +82,7 @@ pub trait Dialect: Sync {
 /// The writer of a dialect.
 ///
 /// ```
-/// use burn_fp4_checkpoints::dialect::{Stated, writer};
+/// use burn_fp4_checkpoints::dialect::{ScaleConvention, writer};
 /// use burn_fp4_checkpoints::{Fp4Weight, Value, Weight};
 /// use burn_fp4_formats::Fp4Format;
 ///
@@ -77,10 +91,11 @@ pub trait Dialect: Sync {
 /// assert!(readers.any(|reader| reader.program.row().name == "llama.cpp"));
 /// let columns = [modelopt, gguf].map(|writer| writer.columns(Fp4Format::NvFp4, 16));
 /// assert_eq!(columns, [16, 64], "a record of ggml has four blocks");
-/// assert_eq!(modelopt.holds().tensor_scale, Stated::Multiplier);
+/// assert_eq!(modelopt.scale_support().tensor_scale, ScaleConvention::Multiplier);
 /// let fp4 = Fp4Weight::outline(Fp4Format::MxFp4, 32, vec![1, 32], false, false);
 /// let mxfp4 = Weight::new("up.weight", 0, Value::Fp4(fp4));
-/// assert_eq!(modelopt.holds_of(&mxfp4).tensor_scale, Stated::Folded, "MXFP4 has none");
+/// let scales = modelopt.scale_support_of(&mxfp4);
+/// assert_eq!(scales.tensor_scale, ScaleConvention::Folded, "MXFP4 has none");
 /// assert!(modelopt.quantizes_input(&mxfp4), "its readers round inputs to FP8");
 /// assert!(!modelopt.turns() && writer("compressed-tensors")?.1.turns());
 /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
@@ -95,14 +110,14 @@ pub trait Write: Sync {
     /// The programs that read a format in this dialect, in blocks of the format's own size.
     fn readers(&self, format: Fp4Format) -> &'static [ReadBy];
 
-    /// Which scales it has a place for.
-    fn holds(&self) -> Holds {
-        Holds { tensor_scale: Stated::Multiplier, input_scale: true }
+    /// The scales that it has a place for.
+    fn scale_support(&self) -> ScaleSupport {
+        ScaleSupport { tensor_scale: ScaleConvention::Multiplier, input_scale: true }
     }
 
     /// The scales that it has a place for with this weight.
-    fn holds_of(&self, _weight: &Weight<'_>) -> Holds {
-        self.holds()
+    fn scale_support_of(&self, _weight: &Weight<'_>) -> ScaleSupport {
+        self.scale_support()
     }
 
     /// Returns true if readers quantize the layer's input as the layer runs where the file has no
@@ -131,7 +146,7 @@ pub trait Write: Sync {
     /// The files and metadata around the tensors.
     ///
     /// ```
-    /// use burn_fp4_checkpoints::dialect::{Frame, writer};
+    /// use burn_fp4_checkpoints::dialect::{Envelope, writer};
     /// use burn_fp4_checkpoints::{Fp4Weight, Model, Value, Weight};
     /// use burn_fp4_formats::Fp4Format;
     ///
@@ -139,7 +154,8 @@ pub trait Write: Sync {
     /// let weights = vec![Weight::new("up.weight", 0, Value::Fp4(fp4))];
     /// let model = Model { weights, ..Model::default() };
     /// let (_, modelopt) = writer("modelopt")?;
-    /// let Frame::Folder { configs, .. } = modelopt.frame(&model)? else { panic!("a folder") };
+    /// let envelope = modelopt.envelope(&model)?;
+    /// let Envelope::Folder { configs, .. } = envelope else { panic!("a folder") };
     /// assert_eq!([configs[0].0, configs[1].0], ["config.json", "hf_quant_config.json"]);
     /// let shards = vec![("up.weight".to_owned(), "model-00001-of-00002.safetensors".to_owned())];
     /// let index = modelopt.index(shards, 8);
@@ -150,7 +166,7 @@ pub trait Write: Sync {
     /// # Errors
     /// [`CheckpointError::CannotHold`] if the dialect has no words for it, or a pattern that
     /// cannot be matched.
-    fn frame(&self, model: &Model<'_>) -> Result<Frame, CheckpointError>;
+    fn envelope(&self, model: &Model<'_>) -> Result<Envelope, CheckpointError>;
 
     /// The text of the index, of the shard of every tensor and the bytes of all of them.
     fn index(&self, mut shards: Vec<(String, String)>, total: u64) -> serde_json::Value {
@@ -160,22 +176,22 @@ pub trait Write: Sync {
     }
 }
 
-/// Which scales a dialect has a place for.
+/// The scales that a dialect has a place for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Holds {
+pub struct ScaleSupport {
     /// The form of the tensor scale.
-    pub tensor_scale: Stated,
+    pub tensor_scale: ScaleConvention,
     /// True if it has the scale of a layer's input. Where not, it is left out, and counted.
     pub input_scale: bool,
 }
 
 /// The form in which a dialect states a tensor scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stated {
-    /// As what multiplies.
+pub enum ScaleConvention {
+    /// Values are multiplied by it.
     Multiplier,
-    /// As what divides.
+    /// Values are divided by it.
     Divisor,
     /// Not at all: it is folded into the block scales.
     Folded,
@@ -183,7 +199,7 @@ pub enum Stated {
 
 /// Configs and metadata around the tensors.
 #[derive(Debug)]
-pub enum Frame {
+pub enum Envelope {
     /// A folder of safetensors files.
     Folder {
         /// `__metadata__` of every file.
@@ -203,8 +219,9 @@ pub(super) fn weight_map(shards: Vec<(String, String)>) -> serde_json::Value {
     shards.into_iter().collect()
 }
 
-/// Returns the evidence that `quantization_config.quant_method` is this one.
-pub(super) fn quant_method(container: &Container, method: &str) -> Option<&'static str> {
-    let same = container.quantization().is_some_and(|config| config["quant_method"] == method);
-    same.then_some("quant_method of config.json")
+/// Returns the evidence that `quantization_config.quant_method` is one of these.
+pub(super) fn quant_method(container: &Container, methods: &[&str]) -> Option<&'static str> {
+    let config = container.quantization()?;
+    let is_one = methods.iter().any(|method| config["quant_method"] == *method);
+    is_one.then_some("quant_method of config.json")
 }

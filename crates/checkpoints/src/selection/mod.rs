@@ -1,8 +1,8 @@
 //! Which weights of a model become FP4, and which of them go together: by name and shape alone,
 //! before a byte of them is read.
 //!
-//! The decisions are those of [`burn_fp4_policy`]. This folder has what weights of files are to it:
-//! their roles and families in the architecture, their layers, and the constraints of a dialect.
+//! [`burn_fp4_policy`] decides. This folder supplies the facts about weights of files: their roles
+//! and families in the architecture, their layers, and the constraints of a dialect.
 
 mod layers;
 mod warning;
@@ -16,7 +16,7 @@ use burn_fp4_policy::{
 };
 
 use crate::architecture::{Architecture, CONVOLUTION, Roles};
-use crate::dialect::{self, Dialect, Stated, Write};
+use crate::dialect::{self, Dialect, ScaleConvention, Write};
 use crate::error::{CheckpointError, Remedy};
 use crate::fp4::Fp4Weight;
 use crate::weight::{Model, Quantization, Value, Weight};
@@ -114,7 +114,7 @@ impl Selection {
         let info = |weight| info(architecture, roles.as_ref(), &layers, weight);
         let weights: Vec<WeightInfo<'_>> = model.weights.iter().map(info).collect();
         policy.check_used(&weights)?;
-        let scaled = writer.holds().tensor_scale != Stated::Folded;
+        let scaled = writer.scale_support().tensor_scale != ScaleConvention::Folded;
         let constraints = Constraints {
             dialect: dialect.name(),
             columns: &|format, block_size| writer.columns(format, block_size),

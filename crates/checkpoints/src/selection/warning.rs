@@ -14,8 +14,7 @@ use crate::weight::{Model, Weight};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Warning {
-    /// The architecture is not known, and the names of its weights are taken for those of
-    /// Llama-like models.
+    /// The architecture is not known. Weights are assumed to have the names of Llama-like models.
     UnknownArchitecture {
         /// The `model_type` in `config.json`, if it states one.
         model_type: Option<String>,

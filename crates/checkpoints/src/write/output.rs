@@ -133,7 +133,7 @@ impl Planned<'_> {
         let (earlier, stays) = match old.filter(|_| start == Start::Resume) {
             Some((found, _)) if found != task => {
                 let [before, now] = difference(&found, &task);
-                return Err(CheckpointError::OtherTask { path: partial, before, now });
+                return Err(CheckpointError::ResumeMismatch { path: partial, before, now });
             }
             Some((_, done)) => {
                 self.check(&files)?;
@@ -149,7 +149,7 @@ impl Planned<'_> {
                 });
                 if let Err(error) = begun {
                     // What an earlier run has left is still there if it was not touched.
-                    if new || !matches!(error, CheckpointError::Exists { .. }) {
+                    if new || !matches!(error, CheckpointError::TargetExists { .. }) {
                         partial::remove(&partial);
                     }
                     return Err(error);
@@ -262,7 +262,7 @@ fn difference(old: &str, new: &str) -> [String; 2] {
 
 fn refuse_existing(path: &Path) -> Result<(), CheckpointError> {
     match fs::symlink_metadata(path) {
-        Ok(_) => Err(CheckpointError::Exists { path: path.to_owned() }),
+        Ok(_) => Err(CheckpointError::TargetExists { path: path.to_owned() }),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Err(source) => Err(CheckpointError::Io { path: path.to_owned(), source }),
     }

@@ -19,7 +19,7 @@ const TRIES: usize = 100;
 /// Until the journal is dropped no other process has the folder.
 ///
 /// # Errors
-/// [`CheckpointError::NotOurs`], [`CheckpointError::Busy`], and what the file system refuses.
+/// [`CheckpointError::ForeignFiles`], [`CheckpointError::Busy`], and what the file system refuses.
 pub(super) fn claim(path: &Path) -> Result<Journal, CheckpointError> {
     for _ in 0..TRIES {
         match fs::create_dir(path) {
@@ -43,7 +43,7 @@ pub(super) fn claim(path: &Path) -> Result<Journal, CheckpointError> {
 /// most.
 fn check_ours(path: &Path) -> Result<(), CheckpointError> {
     let io = CheckpointError::io;
-    let foreign = || CheckpointError::NotOurs { path: path.to_owned() };
+    let foreign = || CheckpointError::ForeignFiles { path: path.to_owned() };
     if !fs::symlink_metadata(path).map_err(io(path))?.is_dir() {
         return Err(foreign());
     }

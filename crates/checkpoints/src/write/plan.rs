@@ -8,7 +8,7 @@ use super::report::WriteReport;
 use super::target::Target;
 use crate::cast::squared_difference;
 use crate::container::{gguf, safetensors};
-use crate::dialect::{Frame, has_dynamic_inputs};
+use crate::dialect::{Envelope, has_dynamic_inputs};
 use crate::dtype::DataType;
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, TensorScale};
@@ -116,9 +116,9 @@ impl PlannedFiles {
         (report.tensors, report.bytes) = (all().count(), all().map(|spec| spec.bytes).sum());
         let homes = vec![(0, 0); model.weights.len()];
         let mut plan = Self { files: Vec::new(), texts: None, report, changed, homes };
-        match target.writer.frame(&outline)? {
-            Frame::Gguf(metadata) => plan.gguf(&specs, &metadata),
-            Frame::Folder { metadata, configs } => {
+        match target.writer.envelope(&outline)? {
+            Envelope::Gguf(metadata) => plan.gguf(&specs, &metadata),
+            Envelope::Folder { metadata, configs } => {
                 let files = assign(model, &specs, options.shards);
                 plan.folder(target, &specs, files, &metadata, configs)?;
             }

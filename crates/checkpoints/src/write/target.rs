@@ -10,7 +10,7 @@ use burn_fp4_formats::Fp4Format;
 use super::options::WriteOptions;
 use super::report::WriteReport;
 use crate::cast;
-use crate::dialect::{Dialect, Stated, Write};
+use crate::dialect::{Dialect, ScaleConvention, Write};
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, TensorScale, reciprocal};
@@ -49,18 +49,18 @@ impl Target {
     /// Returns true if a weight has a tensor scale that the dialect has no place for.
     pub(super) fn folds(&self, weight: &Weight<'_>) -> bool {
         let Value::Fp4(fp4) = &weight.value else { return false };
-        let stated = self.writer.holds_of(weight).tensor_scale;
-        fp4.tensor_scale.is_some() && stated == Stated::Folded
+        let convention = self.writer.scale_support_of(weight).tensor_scale;
+        fp4.tensor_scale.is_some() && convention == ScaleConvention::Folded
     }
 
     /// Checks the scales that the dialect states the other way round.
     pub(super) fn check_scales(&self, weight: &Weight<'_>) -> Result<(), CheckpointError> {
         let Value::Fp4(fp4) = &weight.value else { return Ok(()) };
-        let stated = self.writer.holds_of(weight).tensor_scale;
+        let convention = self.writer.scale_support_of(weight).tensor_scale;
         let scales = [("tensor scale", &fp4.tensor_scale), ("input scale", &weight.input_scale)];
         let mut there =
             scales.into_iter().filter_map(|(what, scale)| Some((what, scale.as_ref()?)));
-        there.try_for_each(|(what, scale)| check_reciprocals(&weight.name, what, scale, stated))
+        there.try_for_each(|(what, scale)| check_reciprocals(&weight.name, what, scale, convention))
     }
 
     /// The dtype that a weight is decoded to, if it is.
@@ -127,15 +127,15 @@ impl Target {
             report.cast.add(counted);
             prepared.to_mut().value = Value::Fp4(cast);
         }
-        let holds = self.writer.holds_of(&prepared);
-        if prepared.input_scale.is_some() && prepared.is_quantized() && !holds.input_scale {
+        let support = self.writer.scale_support_of(&prepared);
+        if prepared.input_scale.is_some() && prepared.is_quantized() && !support.input_scale {
             report.input_scales_left_out += 1;
             prepared.to_mut().input_scale = None;
         }
         self.check_scales(&prepared)?;
         let folded = match &prepared.value {
             Value::Fp4(fp4) => {
-                let fold = Fold { stated: holds.tensor_scale, inexact: options.inexact };
+                let fold = Fold { convention: support.tensor_scale, inexact: options.inexact };
                 self.tensor_scale(&weight.name, fp4, fold, report)?
             }
             Value::Plain(_) | Value::Fp8(_) => None,
@@ -155,15 +155,15 @@ impl Target {
         report: &mut WriteReport,
     ) -> Result<Option<Fp4Weight<'static>>, CheckpointError> {
         let Some(scale) = &fp4.tensor_scale else { return Ok(None) };
-        match (scale, fold.stated) {
-            (TensorScale::Multiplier(_), Stated::Multiplier) => Ok(None),
-            (TensorScale::Divisor(_), Stated::Divisor) => Ok(None),
-            (TensorScale::Multiplier(numbers), Stated::Divisor)
-            | (TensorScale::Divisor(numbers), Stated::Multiplier) => {
+        match (scale, fold.convention) {
+            (TensorScale::Multiplier(_), ScaleConvention::Multiplier) => Ok(None),
+            (TensorScale::Divisor(_), ScaleConvention::Divisor) => Ok(None),
+            (TensorScale::Multiplier(numbers), ScaleConvention::Divisor)
+            | (TensorScale::Divisor(numbers), ScaleConvention::Multiplier) => {
                 count_inverted(numbers, report);
                 Ok(None)
             }
-            (_, Stated::Folded) => {
+            (_, ScaleConvention::Folded) => {
                 let (folded, counted) = cast::fold(name, fp4)?;
                 if counted.changed_values > 0 && !fold.inexact {
                     let (dialect, weight) = (self.dialect.name(), name.to_owned());
@@ -179,7 +179,7 @@ impl Target {
 
 /// The form of a tensor scale, and whether values may change for that.
 struct Fold {
-    stated: Stated,
+    convention: ScaleConvention,
     inexact: bool,
 }
 
@@ -196,16 +196,18 @@ fn check_reciprocals(
     weight: &str,
     what: &'static str,
     scale: &TensorScale<'_>,
-    stated: Stated,
+    convention: ScaleConvention,
 ) -> Result<(), CheckpointError> {
-    let inverted = match (scale, stated) {
-        (TensorScale::Multiplier(numbers), Stated::Divisor)
-        | (TensorScale::Divisor(numbers), Stated::Multiplier | Stated::Folded) => numbers.to_vec(),
-        (TensorScale::Multiplier(_), Stated::Multiplier | Stated::Folded)
-        | (TensorScale::Divisor(_), Stated::Divisor) => return Ok(()),
+    let (numbers, inverted) = match scale {
+        TensorScale::Multiplier(numbers) => (numbers, convention == ScaleConvention::Divisor),
+        TensorScale::Divisor(numbers) => (numbers, convention != ScaleConvention::Divisor),
     };
+    if !inverted {
+        return Ok(());
+    }
     let usable = |number: f32| number != 0.0 && number.is_finite();
-    match inverted.into_iter().find(|number| !usable(*number) || !usable(reciprocal(*number))) {
+    let mut numbers = numbers.to_vec().into_iter();
+    match numbers.find(|number| !usable(*number) || !usable(reciprocal(*number))) {
         Some(found) => {
             let problem = TensorProblem::NoReciprocal { what, found };
             Err(CheckpointError::tensor(Path::new(""), weight, problem))

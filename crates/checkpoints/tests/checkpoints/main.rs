@@ -368,7 +368,7 @@ fn files_are_filled_up_to_a_size_and_published_whole() {
     assert!(!folder.join("one/model.safetensors.index.json").exists());
 
     let exists = source.write(&path, "modelopt", &options);
-    assert!(matches!(exists, Err(CheckpointError::Exists { .. })));
+    assert!(matches!(exists, Err(CheckpointError::TargetExists { .. })));
     // NaN is found while the file is written, and nothing is left behind.
     let mut bad = model(Fp4Format::NvFp4, [0.25, 0.5], None);
     if let Value::Fp4(fp4) = &mut bad.weights[3].value {
@@ -410,10 +410,10 @@ fn a_file_alone_is_read_in_the_dialect_that_explains_its_tensors() {
         let alone = Checkpoint::open(&moved).expect("a file");
         assert_eq!((alone.dialect(), alone.known_by()), (read, KnownBy::Tensors));
         let whole = Checkpoint::open(&path).expect("a folder");
-        assert_eq!(whole.known_by(), KnownBy::Claim);
+        assert_eq!(whole.known_by(), KnownBy::Metadata);
         // The configs next to a file are its own.
         let inside = Checkpoint::open(&inside).expect("a file");
-        assert_eq!((inside.dialect(), inside.known_by()), (whole.dialect(), KnownBy::Claim));
+        assert_eq!((inside.dialect(), inside.known_by()), (whole.dialect(), KnownBy::Metadata));
         assert_eq!(inside.container().config(), whole.container().config());
         assert!(inside.container().configs().eq(whole.container().configs()));
         let (alone, whole) = (alone.weights().expect("weights"), whole.weights().expect("weights"));

@@ -147,7 +147,9 @@ fn what_was_gone_on_with_stays_without_being_asked_to() {
     drop(output);
     assert!(partial.exists());
     let other = planned.create(&out, "other", Start::Resume).err();
-    let Some(CheckpointError::OtherTask { before, now, .. }) = other else { panic!("it goes on") };
+    let Some(CheckpointError::ResumeMismatch { before, now, .. }) = other else {
+        panic!("it goes on")
+    };
     assert_eq!([before, now], ["task", "other"]);
     assert!(partial.exists());
     drop(planned.create(&out, "other", Start::Over).expect("it begins"));

@@ -109,7 +109,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool, CliError> {
     let a = a.map_err(|error| error.with_option(FROM[0]))?;
     let b = open(&arguments.b, arguments.from_b.as_deref(), &mut remarks);
     let b = b.map_err(|error| error.with_option(FROM[1]))?;
-    let report = compare(arguments, [&a, &b], remarks).map_err(CliError::meanwhile)?;
+    let report = compare(arguments, [&a, &b], remarks).map_err(CliError::during_run)?;
     if let Some(path) = &arguments.html {
         let write = std::fs::write(path, html::page(&report));
         write.map_err(|source| CliError::File { path: path.clone(), source })?;

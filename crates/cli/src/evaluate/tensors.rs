@@ -25,7 +25,7 @@ pub(crate) fn matrix(
         (&[rows, columns], weight) if weight.is_none_or(|(_, expected)| expected == columns) => {
             let weight = Weight::new(name, 0, Value::Plain(tensor));
             let values = Reader::new(file).values(&weight).map_err(CliError::from);
-            Ok(Matrix { rows, cols: columns, values: values.map_err(CliError::meanwhile)? })
+            Ok(Matrix { rows, cols: columns, values: values.map_err(CliError::during_run)? })
         }
         (found, weight) => {
             let expected = match weight {

@@ -1,4 +1,4 @@
-//! Memory that several threads share: who needs some waits until others have given theirs back.
+//! A semaphore over bytes of memory: [`Budget::take`] blocks until enough bytes are released.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 
@@ -19,7 +19,8 @@ impl Budget {
         Self { free: Mutex::new(bytes), given_back: Condvar::new() }
     }
 
-    /// Waits until the bytes are free, and takes them. They are not more than all there are.
+    /// Waits until the bytes are free, and takes them. More than the whole budget would wait
+    /// forever.
     pub(super) fn take(&self, bytes: u64) -> Taken<'_> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         while *free < bytes {

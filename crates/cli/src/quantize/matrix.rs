@@ -1,4 +1,4 @@
-//! A group of weights as it is read, and as it is quantized.
+//! Reads a group of weights, and quantizes it.
 
 use std::collections::BTreeMap;
 use std::iter;
@@ -227,7 +227,7 @@ impl<'q> Quantizer<'q> {
                 let packed = quantize(part, used, known.given(used))?;
                 for member in members.clone() {
                     if member > members.start && runs.iter().any(|run| run.start == member) {
-                        // Memory is planned for those of one member.
+                        // Memory is planned for the statistics of one member.
                         drop(known);
                         known = self.known(group, member, at, how)?;
                     }
@@ -249,7 +249,8 @@ impl<'q> Quantizer<'q> {
         }
         let unusable = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
         for run in runs {
-            // Those of other matrices of a stack may be usable: no error is that of the whole.
+            // Statistics of other matrices of the stack may be usable, but an error of a part would
+            // pass for the error of the whole.
             if unusable.contains_key(&group.members[run.start].name) {
                 sums[run].iter_mut().for_each(|sum| sum.outputs = None);
             }
@@ -318,8 +319,8 @@ impl<'q> Quantizer<'q> {
         weights
     }
 
-    /// The error, of the weight or of the statistics that it is about. The values are those of the
-    /// group.
+    /// The error, of the weight or of the statistics that it is about. The values are the whole
+    /// group's.
     fn blame<T: HostElement>(
         &self,
         source: SearchError,
@@ -380,7 +381,7 @@ impl Part {
         Self { at, first: members.start, begin, view }
     }
 
-    /// The values, among those of the group.
+    /// The range of its values in the group.
     fn values(&self) -> Range<usize> {
         self.begin..self.begin + self.view.len()
     }

@@ -10,12 +10,11 @@
 //! | `jobs.rs`       | the work in parts, and the memory of each                           |
 //! | `group.rs`      | weights that are quantized together                                 |
 //! | `statistics.rs` | statistics of the inputs of layers, in a file                       |
-//! | `matrix.rs`     | a group of weights as it is read, and as it is quantized            |
-//! | `ahead.rs`      | hints to the system about reads that follow                         |
+//! | `matrix.rs`     | a group of weights: read, and quantized                             |
+//! | `readahead.rs`  | advice to the system about reads that follow                        |
 //! | `pipeline.rs`   | reading ahead, quantizing, writing behind                           |
-//! | `budget.rs`     | memory that these share                                             |
+//! | `budget.rs`     | a semaphore over the bytes of memory that these share               |
 
-mod ahead;
 mod budget;
 mod device;
 mod engine;
@@ -27,6 +26,7 @@ mod matrix;
 mod options;
 mod pipeline;
 mod plan;
+mod readahead;
 mod statistics;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -41,6 +41,7 @@ use burn_fp4_checkpoints::{
 };
 use burn_fp4_policy::{Recipe, RecipeFile};
 use burn_fp4_search::{Fp4Scheme, Method};
+use chrono::{DateTime, Utc};
 
 use crate::accuracy::{Errors, TallyAt};
 use crate::checkpoint::{Input, model, not_copied, target};
@@ -48,7 +49,6 @@ use crate::convert::unconfirmed;
 use crate::error::CliError;
 use crate::finite::Copied;
 use crate::interrupt::Announced;
-use crate::page::time;
 use crate::print::{next, print, print_json, say};
 use crate::progress;
 use crate::readers;
@@ -58,7 +58,6 @@ use crate::table::{width, wrapped};
 use crate::unheld::{holders, pattern};
 use crate::unmet::unmet;
 use crate::warnings::help;
-use ahead::{Ahead, Ends};
 use budget::Budget;
 use device::Device;
 use engine::Engine;
@@ -67,6 +66,7 @@ use matrix::Quantizer;
 use options::{Options, ResolvedOptions};
 use pipeline::{Work, noted};
 use plan::Report;
+use readahead::{Readahead, StopOnDrop};
 use statistics::{MADE_BY, StatisticsFile};
 
 /// Quantize the weights of a checkpoint to 4 bits.
@@ -189,13 +189,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let statistics = statistics.as_ref();
     let jobs = jobs(&model, &selection, &planned, statistics);
     let memory = memory(arguments.memory, &model, &jobs)?;
-    let ahead = Ahead::default();
+    let readahead = Readahead::default();
     thread::scope(|scope| {
-        let _ends = Ends(&ahead);
-        let look = |jobs: Vec<_>| scope.spawn(|| ahead.look(&model, jobs.into_iter(), &reader));
+        let _stop = StopOnDrop(&readahead);
+        let advise =
+            |jobs: Vec<_>| scope.spawn(|| readahead.advise(&model, jobs.into_iter(), &reader));
         if !arguments.dry_run && !arguments.resume {
             // While the device is made ready.
-            look(jobs.iter().collect());
+            advise(jobs.iter().collect());
         }
         let engine = Engine::open(arguments.device)?;
         let quantizer = Quantizer::new(&engine, statistics);
@@ -228,7 +229,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
         let todo = |job: &&Job| !job.weights.iter().all(|&at| output.is_done(at));
         let todo: Vec<&Job> = jobs.iter().filter(todo).collect();
         if arguments.resume {
-            look(todo.clone());
+            advise(todo.clone());
         }
         let (all, left) = (bytes(jobs.iter()), bytes(todo.iter().copied()));
         let bar = progress::bytes(all, all - left);
@@ -242,7 +243,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
             jobs: &todo,
             quantizer: &quantizer,
             budget: &Budget::new(memory),
-            ahead: &ahead,
+            readahead: &readahead,
             bar: &bar,
             copied: &copied,
         };
@@ -274,7 +275,7 @@ pub(crate) fn by_default(model: &Model<'_>) -> Option<(Selection, Option<CliErro
 fn out(arguments: &Arguments, dialect: &str) -> Result<Option<PathBuf>, CliError> {
     let out = arguments.out.as_deref().map(|out| target(out, dialect)).transpose();
     out.map_err(|error| match error {
-        CliError::Checkpoint(CheckpointError::Exists { path }) if arguments.resume => {
+        CliError::Checkpoint(CheckpointError::TargetExists { path }) if arguments.resume => {
             CliError::NothingToResume { path }
         }
         error => error,
@@ -413,7 +414,7 @@ fn write(
         let (error, partial) = (Box::new(error), partial.to_owned());
         CliError::Interrupted { error, partial }
     };
-    match done.map_err(CliError::meanwhile) {
+    match done.map_err(CliError::during_run) {
         Ok(errors) => {
             let partial = output.keep().to_owned();
             let unconfirmed = output.finish();
@@ -425,7 +426,10 @@ fn write(
         // What a user has to change makes another task; a machine may do better the next time.
         Err(error) if error.exit_code() == 3 => Err(interrupted(error, output.keep())),
         Err(error) => Err(match output.stays() {
-            Some(partial) => CliError::Left { error: Box::new(error), partial: partial.to_owned() },
+            Some(partial) => {
+                let partial = partial.to_owned();
+                CliError::PartialKept { error: Box::new(error), partial }
+            }
             None => error,
         }),
     }
@@ -504,8 +508,11 @@ fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, C
             }
             false => {
                 let modified = metadata.modified().map_err(file)?;
-                let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
-                format!("modified at {}", time(modified))
+                let since = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
+                let seconds = i64::try_from(since.as_secs()).unwrap_or(i64::MAX);
+                let modified = DateTime::from_timestamp(seconds, since.subsec_nanos())
+                    .unwrap_or(DateTime::<Utc>::MAX_UTC);
+                format!("modified at {}", modified.format("%F %T%.9f UTC"))
             }
         };
         let (path, length) = (path.display(), metadata.len());

@@ -72,8 +72,8 @@ pub(super) struct Options {
     /// weight is an error. Those that a recipe keeps stay too.
     #[arg(long, value_name = "PATTERN")]
     keep: Vec<String>,
-    /// Quantize the matrices of this name or pattern, instead of those that the preset chooses; may
-    /// be repeated. Patterns are those of --keep.
+    /// Quantize the matrices of this name or pattern, instead of the preset's choice; may be
+    /// repeated. Patterns have the syntax of --keep.
     #[arg(long, value_name = "PATTERN", conflicts_with = "preset")]
     only: Vec<String>,
     /// Do not quantize this number of layers at the start.

@@ -14,10 +14,10 @@ use burn_fp4_checkpoints::{Model, Output, Piece, Planned, Reader, Value, Weight}
 use burn_fp4_search::Fp4Scheme;
 use indicatif::ProgressBar;
 
-use super::ahead::Ahead;
 use super::budget::{Budget, Taken};
 use super::jobs::Job;
 use super::matrix::{Floats, Quantized, Quantizer, read};
+use super::readahead::Readahead;
 use crate::accuracy::{Blocks, Tally, TallyAt};
 use crate::cast::error_of_cast;
 use crate::error::CliError;
@@ -32,7 +32,7 @@ pub(super) struct Work<'w, 'c> {
     pub(super) jobs: &'w [&'w Job],
     pub(super) quantizer: &'w Quantizer<'w>,
     pub(super) budget: &'w Budget,
-    pub(super) ahead: &'w Ahead,
+    pub(super) readahead: &'w Readahead,
     pub(super) bar: &'w ProgressBar,
     /// Values that are not finite, in weights that are copied.
     pub(super) copied: &'w Copied,
@@ -107,7 +107,7 @@ fn read_ahead<'w, 'c>(
     to_write: &SyncSender<Made<'w, 'c>>,
 ) -> Result<(), CliError> {
     while let Some(job) = next() {
-        work.ahead.passed(job.bytes);
+        work.readahead.advance(job.bytes);
         // Who takes no more has failed, and says so.
         let all = if let Some(how) = job.how {
             let taken = work.budget.take(job.memory);

@@ -37,7 +37,7 @@ pub(super) struct Row {
     /// Its scheme.
     #[serde(skip)]
     scheme: Option<Fp4Scheme>,
-    /// The method and the rule for a table, where they are not those of most weights.
+    /// The method and the rule for a table, where most weights have others.
     #[serde(skip)]
     by: String,
     bytes_before: u64,

@@ -69,7 +69,7 @@ impl StatisticsFile {
         };
         let found = self.file.tensors().next();
         Err(CliError::Choice(format!(
-            "{}: no statistics of the {} to quantize, such as `{}`; it has {}; write those of this \
+            "{}: no statistics of the {} to quantize, such as `{}`; it has {}; write them for this \
              model with {MADE_BY}",
             self.path.display(),
             counted(weights.len(), "weight"),

@@ -1,4 +1,4 @@
-//! The findings about a model: its weights against those of the original, and its readers.
+//! The findings about a model: its weights compared with the original's, and its readers.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -57,7 +57,7 @@ pub(super) struct Side {
     pub(super) bits_per_weight: f64,
 }
 
-/// Predictions on a text, against those of the original on the same windows.
+/// Predictions on a text, compared with the original's on the same windows.
 #[derive(Debug, Clone, Serialize)]
 pub struct Text {
     /// Name of the text.

@@ -95,7 +95,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
     let original = open(reference, from_reference.as_deref(), &mut remarks);
     let original = original.map_err(|error| error.with_option("--from-reference"))?;
     let report = Report::new(&checkpoint, &original, |_| None);
-    let mut report = report.map_err(CliError::meanwhile)?;
+    let mut report = report.map_err(CliError::during_run)?;
     report.remarks.append(remarks);
     output.write(&report)?;
     if !output.json {

@@ -56,7 +56,7 @@ pub(crate) fn random(seed: u64) -> impl FnMut() -> f32 {
     }
 }
 
-/// Numbers like those of a trained layer, the same for the same seed.
+/// Numbers like a trained layer's, the same for the same seed.
 pub(crate) fn values(count: usize, seed: u64) -> Vec<f32> {
     let mut uniform = random(seed);
     // Nearly normal, with a deviation of 0.03.

@@ -71,9 +71,9 @@ impl<'a, M: Module> Calibrate<'a, M> {
     /// or fails, or if batches run different layers; [`Fp4Error::Attached`] if something is
     /// attached to a parameter; [`Fp4Error::Parameter`] naming a weight whose inputs are not
     /// finite; [`Fp4Error::Device`]; [`Fp4Error::Cache`] for a file of the cache that is not whole
-    /// or belongs to something else; with [`for_config`](CalibrationOptions::for_config) those of
-    /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) for a configuration that does not fit the
-    /// module.
+    /// or belongs to something else; with [`for_config`](CalibrationOptions::for_config) the errors
+    /// of [`quantize_fp4`](crate::Fp4Module::quantize_fp4) for a configuration that does not fit
+    /// the module.
     pub fn run<I: Module, O>(
         self,
         batches: impl IntoIterator<Item = I>,

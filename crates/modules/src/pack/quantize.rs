@@ -61,7 +61,7 @@ fn quantize_jobs<M: Module>(
 }
 
 /// Takes the dense weights out of a module one map at a time, and puts packed ones in their place:
-/// the codes that jobs have already, or those of the dense values.
+/// the codes that jobs have already, or the quantized dense values.
 ///
 /// # Errors
 /// [`Fp4Error::Unmapped`] before anything is changed. After any later error every weight that is

@@ -92,8 +92,8 @@ struct Adapter {
     b: burn_pack::Tensor,
 }
 
-/// Loads a record: packed weights are attached where the module has dense ones, and replace those
-/// that it has; everything else is loaded by Burn.
+/// Loads a record: packed weights are attached where the module has dense ones, and replace the
+/// packed ones that it has; everything else is loaded by Burn.
 ///
 /// Everything is checked before anything is loaded: clones of a module share running statistics, so
 /// that Burn would change them in the module itself.

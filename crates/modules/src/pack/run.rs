@@ -272,14 +272,14 @@ mod tests {
         };
         let inputs = [&normed, &hidden].map(of);
         let gptq = Method::Gptq(Gptq::default());
-        let textbook = Method::Gptq(Gptq::TEXTBOOK);
+        let original = Method::Gptq(Gptq::ORIGINAL);
         let scheme = Fp4Scheme::nvfp4();
         // query, gate, key, another method, other blocks, value, none: values are equal everywhere.
         let plans = [
             plan(32, &scheme, gptq),
             plan(48, &scheme, gptq),
             plan(8, &scheme, gptq),
-            plan(8, &scheme, textbook),
+            plan(8, &scheme, original),
             plan(8, &scheme.with_block_size(32), gptq),
             plan(8, &scheme, gptq),
             plan(8, &scheme, gptq),

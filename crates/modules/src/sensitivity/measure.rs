@@ -113,8 +113,8 @@ pub(crate) fn measure<M: Module>(
     Ok(Measurement { sensitivity, weights, packed })
 }
 
-/// The schemes of the candidates, with the search of the method; none of dense ones, and of those
-/// that the method is not defined for.
+/// The schemes of the candidates, with the search of the method. Dense candidates have none, nor do
+/// candidates that the method is not defined for.
 ///
 /// # Errors
 /// [`Fp4Error::Scheme`] for a candidate that is inconsistent by itself, or if the method is defined

@@ -1,6 +1,8 @@
-//! A [`Sensitivity`] as a page: bars in a table, in light and dark.
+//! A [`Sensitivity`] as a page: bars in a table, in light and dark, and the date.
 
 use std::fmt::Write as _;
+
+use chrono::Utc;
 
 use super::budget::BudgetChoice;
 use super::candidate::Candidate;
@@ -118,12 +120,13 @@ fn page(sensitivity: &Sensitivity, choice: Option<&BudgetChoice>) -> String {
          <div class=\"wide\"><table>\n<thead><tr><th>weights</th><th>format</th><th></th>\
          <th class=\"number\">bits</th><th class=\"number\">weight error %</th>\
          <th class=\"number\">output error %</th><th class=\"number\">loss</th></tr></thead>\n\
-         <tbody>\n{body}</tbody>\n</table></div>\n<footer>burn-fp4 {}</footer>\n</body>\n\
+         <tbody>\n{body}</tbody>\n</table></div>\n<footer>burn-fp4 {}, {}</footer>\n</body>\n\
          </html>\n",
         sensitivity.groups.len(),
         sensitivity.groups.iter().map(|group| group.values).sum::<usize>(),
         shown.legend(most),
         env!("CARGO_PKG_VERSION"),
+        Utc::now().date_naive(),
     )
 }
 

@@ -115,7 +115,7 @@ impl ModulePlan {
 ///
 /// # Errors
 /// [`Fp4Error::Policy`], [`Fp4Error::Scheme`], [`Fp4Error::SharedScale`], [`Fp4Error::Axis`] and
-/// [`Fp4Error::Parameter`] for a configuration that does not fit the module, and those of
+/// [`Fp4Error::Parameter`] for a configuration that does not fit the module, and the errors of
 /// [`Fp4Config::of_recipe`]; [`Fp4Error::NothingSelected`] with the reasons; [`Fp4Error::Unused`];
 /// [`Fp4Error::Sensitivity`] for a budget, which is not a decision about each parameter yet.
 pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<ModulePlan, Fp4Error> {
@@ -277,7 +277,7 @@ fn axis_of(parameter: &Parameter, config: &Fp4Config) -> usize {
 /// files that is for the policy to say.
 ///
 /// # Errors
-/// [`Fp4Error::Policy`], [`Fp4Error::Scheme`] and [`Fp4Error::SharedScale`], or those of
+/// [`Fp4Error::Policy`], [`Fp4Error::Scheme`] and [`Fp4Error::SharedScale`], or the errors of
 /// [`decide_as_in_files`].
 fn decide(
     parameters: &[Parameter],

@@ -28,7 +28,7 @@ pub(crate) enum DecoderCode {
     /// Functions on host memory: every operation.
     #[cfg(feature = "flex")]
     Host,
-    /// Kernels: those of [`DecoderBackend`].
+    /// Kernels, by [`DecoderBackend`].
     #[cfg(feature = "cube")]
     Kernels,
 }

@@ -48,7 +48,7 @@ struct Operands {
 }
 
 impl Planned<'_> {
-    /// Returns true if the operation at a position is between those of the product.
+    /// Returns true if the operation at a position is between the product's first and last.
     fn has(&self, at: usize) -> bool {
         (self.member.at..=self.product.end()).contains(&at)
     }

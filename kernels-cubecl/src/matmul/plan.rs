@@ -660,6 +660,21 @@ mod tests {
         assert!(matches!(odd, Err(Refusal::Instructions { .. })), "{odd:?}");
     }
 
+    #[test]
+    fn cubes_are_divided_among_weights_by_their_tiles() {
+        let of = |cubes, tiles: &[usize]| {
+            let plan = matmul(1, 8192, 4096).small_m_launch(&GPU).unwrap();
+            SmallM { cubes, ..plan }.cubes_of(tiles)
+        };
+        assert_eq!(of(528, &[100]), [100]);
+        assert_eq!(of(528, &[1792]), [528]);
+        assert_eq!(of(528, &[256, 64, 64]), [256, 64, 64]);
+        assert_eq!(of(264, &[896, 896]), [132, 132]);
+        // What is left goes to the weight whose cubes have the most n tiles; each weight has a cube.
+        assert_eq!(of(8, &[10, 10, 1]), [4, 3, 1]);
+        assert_eq!(of(5, &[1000, 1, 1, 1]), [4, 1, 1, 1]);
+    }
+
     /// Cards such as A10 and RTX 4090 have 99 KiB of shared memory for a cube.
     #[test]
     fn few_inputs_and_their_sums_fit_the_shared_memory_of_small_cards() {

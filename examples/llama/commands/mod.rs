@@ -82,6 +82,9 @@ impl DeviceOptions {
     }
 }
 
+/// Largest number of sequences for which an int8 `lm_head` is faster than a bf16 one on a GPU.
+const MAX_INT8_SEQUENCES: usize = 8;
+
 /// Options of products: formats of the embedding and the `lm_head`, and of activations.
 #[derive(clap::Args)]
 pub(crate) struct ProductOptions {
@@ -89,7 +92,7 @@ pub(crate) struct ProductOptions {
     #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
     tied_embedding: TiedEmbedding,
     /// Format of the `lm_head` in products; a dense one takes most of the time of a small model.
-    /// Defaults to int8 for a dense `lm_head` that generates on flex in f32, or at most 16
+    /// Defaults to int8 for a dense `lm_head` that generates on flex in f32, or at most 8
     /// sequences on cuda, else to as-loaded. A tied embedding is kept in memory for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
@@ -160,7 +163,8 @@ impl ProductOptions {
             }
             None if sequences.is_some_and(|rows| {
                 let head = [folder.config.vocab_size, folder.config.hidden_size];
-                Int8Matrix::multiplies_codes(device, model.dtype(), rows, head)
+                (rows <= MAX_INT8_SEQUENCES || is_host(device))
+                    && Int8Matrix::multiplies_codes(device, model.dtype(), rows, head)
                     && head[1].is_multiple_of(32)
             }) =>
             {

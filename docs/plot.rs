@@ -29,7 +29,7 @@ struct Bar {
 }
 
 const TABLE: &str = "gpu-language-model";
-const TITLE: &str = "An 8B decoder, one sequence, on an NVIDIA H200";
+const TITLE: &str = "An 8B decoder, one sequence, on an NVIDIA H100";
 const PANELS: [Panel; 2] = [
     Panel {
         title: "Tokens a second",

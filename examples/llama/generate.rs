@@ -1,12 +1,10 @@
 //! Generation: the prompt in one forward pass, then one token of each sequence at a time.
 
-use std::pin::Pin;
-use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
-use burn::tensor::{DType, Device, ExecutionError, Int, Tensor, TensorData, read_sync};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4::Replay;
 use burn_fp4::ops::{SampleOptions, argmax, is_host, on_awake_threads, sample};
 use serde::Serialize;
@@ -111,26 +109,25 @@ fn generate_tokens<L: Projection>(
     let positions = Tensor::arange(0..prompt.len() as i64, device);
     let mut replay = Replay::with_state(generator, kv_cache, Generator::step);
     let uniform = sequences.uniform(device);
-    sequences.push(Read::begin(replay.run_once((tokens, positions, uniform))?))?;
+    sequences.push(replay.run_once((tokens, positions, uniform))?)?;
     let prompt_seconds = start.elapsed().as_secs_f64();
 
     let (mut steps, mut start, mut tokens_before) = (0, Instant::now(), 0);
     let mut second_token_seconds = 0.0;
-    // The output of the last step, if the next one takes its tokens on the device. The device copies
-    // them to the host before that step, so that the host waits for them while it runs.
-    let mut unread: Option<(Tensor<2, Int>, Read)> = None;
+    // The output of a step that the host has not read: the next step takes its tokens on the
+    // device, and runs while the host reads them.
+    let mut unread: Option<Tensor<2, Int>> = None;
     while steps + 1 < max_new_tokens && !sequences.all_ended() {
         let last = match &unread {
-            Some((tokens, _)) => tokens.clone(),
+            Some(tokens) => tokens.clone(),
             None => batch_of(&sequences.last_tokens(), 1, device),
         };
         let position = Tensor::from_ints([(prompt.len() + steps) as i32], device);
         let output = replay.run((last, position, sequences.uniform(device)))?;
         let runs_ahead = steps > 0 && replay.is_graph();
-        let begun = (output.clone(), Read::begin(output));
-        let due = if runs_ahead { unread.replace(begun) } else { Some(begun) };
-        if let Some((_, read)) = due {
-            sequences.push(read)?;
+        let read = if runs_ahead { unread.replace(output) } else { Some(output) };
+        if let Some(output) = read {
+            sequences.push(output)?;
         }
         steps += 1;
         if steps == 1 {
@@ -138,8 +135,8 @@ fn generate_tokens<L: Projection>(
             (start, tokens_before) = (Instant::now(), sequences.count());
         }
     }
-    if let Some((_, read)) = unread {
-        sequences.push(read)?;
+    if let Some(output) = unread {
+        sequences.push(output)?;
     }
     let (seconds, timed_steps) = (start.elapsed().as_secs_f64(), steps.saturating_sub(1));
     let timed_tokens = sequences.count() - tokens_before;
@@ -152,31 +149,6 @@ fn generate_tokens<L: Projection>(
         tokens_per_second: (timed_steps > 0).then(|| timed_tokens as f64 / seconds),
         replayed: replay.is_graph(),
     })
-}
-
-/// A copy of tokens to the host that the device has begun.
-enum Read {
-    Begun(Pin<Box<dyn Future<Output = Result<TensorData, ExecutionError>>>>),
-    Done(Result<TensorData, ExecutionError>),
-}
-
-impl Read {
-    /// Begins the copy: operations that follow on the device come after it.
-    fn begin(tokens: Tensor<2, Int>) -> Self {
-        let mut read = Box::pin(tokens.into_data_async());
-        match read.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(data) => Self::Done(data),
-            Poll::Pending => Self::Begun(read),
-        }
-    }
-
-    /// Waits for the end of the copy.
-    fn wait(self) -> Result<TensorData, ExecutionError> {
-        match self {
-            Self::Begun(read) => read_sync(read),
-            Self::Done(data) => data,
-        }
-    }
 }
 
 /// Sequences that are generated together.
@@ -195,8 +167,8 @@ impl<'a> Sequences<'a> {
     }
 
     /// Appends the next token of each sequence that has not ended.
-    fn push(&mut self, next: Read) -> Result<()> {
-        let next = next.wait()?;
+    fn push(&mut self, next: Tensor<2, Int>) -> Result<()> {
+        let next = next.try_into_data()?;
         for (tokens, token) in self.tokens.iter_mut().zip(next.iter::<u32>()) {
             if !ended(self.config, tokens) {
                 tokens.push(token);

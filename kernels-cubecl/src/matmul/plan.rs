@@ -477,7 +477,7 @@ impl Matmul {
         // From measurements on an H200. With more packed rows per cube the input is read less
         // often.
         let (n_planes, k_planes) = match self.m {
-            // With three or four n tiles per multiprocessor, smaller cubes, so that all run at once.
+            // With three or four n tiles per multiprocessor, smaller cubes: all run at once.
             0..=4 if busy(1, 2 * sms + 1) && !busy(1, 4 * sms + 1) => (1, 4),
             0..=4 => (1, 8),
             5..=8 if busy(2, sms) => (2, 4),
@@ -670,7 +670,7 @@ mod tests {
         assert_eq!(of(528, &[1792]), [528]);
         assert_eq!(of(528, &[256, 64, 64]), [256, 64, 64]);
         assert_eq!(of(264, &[896, 896]), [132, 132]);
-        // What is left goes to the weight whose cubes have the most n tiles; each weight has a cube.
+        // What is left goes to the weight whose cubes have the most n tiles. Each has a cube.
         assert_eq!(of(8, &[10, 10, 1]), [4, 3, 1]);
         assert_eq!(of(5, &[1000, 1, 1, 1]), [4, 1, 1, 1]);
     }

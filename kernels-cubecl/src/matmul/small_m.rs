@@ -285,21 +285,7 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
     load_input::<F, S, W, X>(operands, &mut input, 0u32, plan);
     let cube = CUBE_POS as u32;
     let rows = Rows { n: operands.dims.n, cube, cubes };
-    let alone = comptime!(family.len() == 0);
-    if comptime!(alone) {
-        multiply_by::<F, S, W, X>(
-            operands,
-            &operands.weight,
-            operands.bias,
-            output,
-            &rows,
-            &mut input,
-            &mut shared,
-            &mut staged,
-            &lane,
-            plan,
-        );
-    } else if cube < cubes {
+    if cube < cubes {
         multiply_by::<F, S, W, X>(
             operands,
             &operands.weight,

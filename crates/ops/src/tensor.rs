@@ -241,7 +241,7 @@ impl<const D: usize> Fp4Tensor<D> {
         // Dequantization and the product that reads it have to follow each other in the stream.
         #[cfg(feature = "cube")]
         if crate::fusion::is_active(&self.device()) {
-            crate::devices::cube::queues::flush_for_product(&self.device());
+            crate::fusion::flush_for_product(&self.device());
         }
         let (packed, layout) = self.into_primitive();
         // Engines write the dtypes they read; any other is cast from f32.

@@ -232,6 +232,28 @@ impl Capability {
     }
 }
 
+/// Conversion from f32 to a dtype, to nearest even.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Conversion {
+    /// The instruction of the device.
+    Device,
+    /// Integer arithmetic on the bits of a bf16: the instruction of x86 flushes subnormals to zero.
+    Bf16Bits,
+    /// Integer arithmetic on the bits of an f16: drivers of Vulkan may round toward zero.
+    F16Bits,
+}
+
+impl Conversion {
+    /// Returns the conversion to a dtype on a device.
+    pub(crate) fn to(dtype: Dtype, device: &Capability) -> Self {
+        match dtype {
+            Dtype::Bf16 if device.portable.is_some() || !device.converts_bf16 => Self::Bf16Bits,
+            Dtype::F16 if device.portable.is_some() => Self::F16Bits,
+            _ => Self::Device,
+        }
+    }
+}
+
 /// Returns true if the device has the instruction of `mma.rs` for bf16 and f16.
 fn multiplies_halves(features: &Features) -> bool {
     [FloatKind::BF16, FloatKind::F16].into_iter().all(|half| {

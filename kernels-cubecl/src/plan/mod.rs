@@ -8,11 +8,11 @@ mod refusal;
 mod statistics;
 mod thread_tile;
 
-pub use capability::{Capability, Decoding, Portable, UNITS, WgmmaSupport};
+pub use capability::{Capability, Conversion, Decoding, Portable, UNITS, WgmmaSupport};
 pub use launch::{Launch, plan};
 pub use problem::{Dtype, Operation, Problem};
 pub use refusal::Refusal;
-pub use thread_tile::{Conversion, ThreadTile, TileSharing};
+pub use thread_tile::{ThreadTile, TileSharing};
 
 pub(crate) use blueprint::Blueprint;
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The tile of a tensor that one thread processes, and how threads combine results for a shared
 //! block scale.
 
-use super::capability::Capability;
+use super::capability::{Capability, Conversion};
 use super::problem::Dtype;
 
 /// The tile of a tensor that one unit processes, a block of each of some neighbouring packed rows,
@@ -87,28 +87,6 @@ impl ThreadTile {
     #[must_use]
     pub const fn wide(&self) -> bool {
         self.dtype.size() == 4 || self.vector > 1
-    }
-}
-
-/// Conversion from f32 to a dtype, to nearest even.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Conversion {
-    /// The instruction of the device.
-    Device,
-    /// Integer arithmetic on the bits of a bf16: the instruction of x86 flushes subnormals to zero.
-    Bf16Bits,
-    /// Integer arithmetic on the bits of an f16: drivers of Vulkan may round toward zero.
-    F16Bits,
-}
-
-impl Conversion {
-    /// Returns the conversion to a dtype on a device.
-    pub(crate) fn to(dtype: Dtype, device: &Capability) -> Self {
-        match dtype {
-            Dtype::Bf16 if device.portable.is_some() || !device.converts_bf16 => Self::Bf16Bits,
-            Dtype::F16 if device.portable.is_some() => Self::F16Bits,
-            _ => Self::Device,
-        }
     }
 }
 

@@ -12,24 +12,30 @@
 //!   rows.
 //! - A lookup of an embedding gathers the codes and scales of its rows, and dequantizes only these.
 //!
+//! A product is found only if no other operation waits in the stream, so a layer with a packed
+//! weight runs what waits, before it dequantizes. But the products of a family wait for each other:
+//! nothing is run if all that waits is the begin of a family.
+//!
 //! If a plan refuses the product, or a dense product is faster, the operations run one by one.
 //!
 //! | file         | what it holds                                                                |
 //! |--------------|------------------------------------------------------------------------------|
-//! | `mod.rs`     | the fuser, and its registration                                              |
+//! | `mod.rs`     | the fuser, its registration, and what waits for it                           |
 //! | `pattern.rs` | the operations that are fused                                                |
-//! | `pending.rs` | the operations that wait for another product of their family                 |
 //! | `run.rs`     | the fused product or lookup                                                  |
 
 mod pattern;
-pub(crate) mod pending;
 mod run;
 
-use std::sync::OnceLock;
+use core::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
 
+use burn::backend::fusion::observer::{BlockOperations, FusionObservation, FusionObserver};
 use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser};
 use burn::backend::ir::OperationIr;
 use burn::tensor::Device;
+use burn_backend::StreamId;
 use burn_cubecl::CubeDevice;
 use burn_cubecl::fusion::{
     CubeFuser, CubeOptimization, OptimizationProvider, RegistryError, register,
@@ -41,6 +47,16 @@ use crate::devices::cube::device::{may_multiply, with_products};
 use crate::devices::cube::queues;
 use crate::error::OpsError;
 
+/// Threads that may have a family at a time. Others run what waits.
+const MAX_THREADS: usize = 64;
+
+thread_local! {
+    /// On the thread that runs the stream of operations: the operations that a thread has
+    /// registered since it last ran all before them, if all are part of one pattern.
+    static PENDING: RefCell<HashMap<StreamId, Pattern>> = RefCell::default();
+}
+
+static WATCHED: OnceLock<FusionObservation> = OnceLock::new();
 static REGISTERED: OnceLock<Result<(), RegistryError>> = OnceLock::new();
 
 /// Registers the fuser; see [`init`](crate::init).
@@ -51,7 +67,7 @@ pub(crate) fn init() -> Result<(), OpsError> {
         .get_or_init(|| {
             register(Provider).inspect(|()| {
                 queues::register();
-                pending::watch();
+                WATCHED.get_or_init(|| FusionObservation::new(Arc::new(Watch)));
             })
         })
         .clone()
@@ -71,6 +87,45 @@ fn keep_kernels() {
 /// Returns true if products with packed weights on this device run straight from the codes.
 pub(crate) fn is_active(device: &Device) -> bool {
     with_products(device).is_some() && matches!(REGISTERED.get(), Some(Ok(())))
+}
+
+/// Flushes this thread's pending operations, unless all that is pending is the begin of a family of
+/// products, which the next product may join.
+pub(crate) fn flush_for_product(device: &Device) {
+    queues::submit_with_sync(device, |sync| {
+        let stream = StreamId::current();
+        let awaits = PENDING
+            .with_borrow(|pending| pending.get(&stream).is_some_and(Pattern::awaits_a_member));
+        if awaits {
+            return;
+        }
+        sync();
+        PENDING.with_borrow_mut(|pending| {
+            if pending.len() >= MAX_THREADS {
+                pending.clear();
+            }
+            pending.insert(stream, Pattern::default());
+        });
+    });
+}
+
+/// Follows what waits, on the thread that runs the stream of operations.
+struct Watch;
+
+impl FusionObserver for Watch {
+    fn registered(&self, operation: &OperationIr) {
+        PENDING.with_borrow_mut(|pending| {
+            let stream = StreamId::current();
+            let accepted = pending.get_mut(&stream).map(|pattern| pattern.accept(operation));
+            if accepted == Some(false) {
+                pending.remove(&stream);
+            }
+        });
+    }
+
+    fn block_starts(&self, _block: BlockOperations<'_>) {}
+
+    fn block_ran(&self) {}
 }
 
 /// Makes a fuser for each device.

@@ -29,6 +29,8 @@ pub(super) struct FusedProduct {
     device: CubeDevice,
     /// One per member, set by the first run, if the device multiplies by kernels.
     planners: Vec<Planner>,
+    /// The matmuls of the last run with their plan as a family.
+    family: Option<(Vec<Matmul>, Option<FamilyPlan>)>,
     pattern: Pattern,
 }
 
@@ -65,6 +67,7 @@ impl FusedOperation for FusedProduct {
 
     fn run(&mut self, context: &mut Streams, fallback: Fallback<'_>) {
         let mut planners = core::mem::take(&mut self.planners);
+        let mut last_family = self.family.take();
         if planners.is_empty() {
             let client = self.device.client();
             let planner = |_| Planner::new(&self.device, &client).ok();
@@ -80,7 +83,8 @@ impl FusedOperation for FusedProduct {
             }
             None => {
                 let planned = self.plan(&mut planners, context);
-                self.multiply(&planned, context, fallback);
+                let family = family(&planned, context, &mut last_family);
+                self.multiply(&planned, family, context, fallback);
                 let fused = planned.iter().flatten().count();
                 GROUPS.fetch_add(u64::from(fused > 0), Ordering::Relaxed);
                 DENSE.fetch_add((planned.len() - fused) as u64, Ordering::Relaxed);
@@ -93,6 +97,7 @@ impl FusedOperation for FusedProduct {
         });
         counter.fetch_add(count as u64, Ordering::Relaxed);
         self.planners = planners;
+        self.family = last_family;
     }
 
     fn to_state(&self) -> Pattern {
@@ -106,7 +111,7 @@ impl FusedOperation for FusedProduct {
 
 impl FusedProduct {
     pub(super) fn new(device: CubeDevice, pattern: Pattern) -> Self {
-        Self { device, planners: Vec::new(), pattern }
+        Self { device, planners: Vec::new(), family: None, pattern }
     }
 
     /// Plans the product of each member, if it has a plan and the device has kernels.
@@ -128,10 +133,10 @@ impl FusedProduct {
     fn multiply(
         &self,
         planned: &[Option<Planned<'_>>],
+        family: Option<FamilyPlan>,
         context: &mut Streams,
         fallback: Fallback<'_>,
     ) {
-        let family = family(planned, context);
         let is_in = |views: &[Reshape], at| views.iter().any(|view| view.at == at);
         let (mut factors, mut of_family) = (None, Vec::new());
         for at in 0..self.pattern.len {
@@ -235,8 +240,12 @@ fn plan(
 }
 
 /// Plans all products as one launch, if there are several, a kernel takes them together, and none
-/// has an addition of its own.
-fn family(planned: &[Option<Planned<'_>>], context: &Streams) -> Option<FamilyPlan> {
+/// has an addition of its own. `last` holds the matmuls of the last call with their plan.
+fn family(
+    planned: &[Option<Planned<'_>>],
+    context: &Streams,
+    last: &mut Option<(Vec<Matmul>, Option<FamilyPlan>)>,
+) -> Option<FamilyPlan> {
     let planned: Vec<&Planned<'_>> = planned.iter().map(Option::as_ref).collect::<Option<_>>()?;
     let first = *planned.first()?;
     let by_row = |planned: &Planned<'_>| {
@@ -253,7 +262,13 @@ fn family(planned: &[Option<Planned<'_>>], context: &Streams) -> Option<FamilyPl
         return None;
     }
     let matmuls: Vec<Matmul> = planned.iter().map(|planned| *planned.plan.matmul()).collect();
-    Matmul::family(&matmuls, first.plan.device())
+    match last {
+        Some((known, plan)) if *known == matmuls => plan.clone(),
+        _ => {
+            let plan = Matmul::family(&matmuls, first.plan.device());
+            last.insert((matmuls, plan)).1.clone()
+        }
+    }
 }
 
 /// Runs a planned product, as a tensor of a shape.

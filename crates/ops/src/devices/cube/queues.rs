@@ -23,7 +23,6 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::device::{WgpuBackend, WgpuDevice};
 
 use super::device::cube_device;
-use crate::fusion::pending;
 
 /// Service on the thread that runs the stream of operations.
 struct Operations;
@@ -101,31 +100,24 @@ fn queues(device: &CubeDevice) -> Option<&'static DeviceQueues> {
 /// Flushes this thread's pending operations, so that none is fused with an operation that follows.
 /// Does not wait for them if the device's queues are registered.
 pub(crate) fn flush(device: &Device) {
+    submit_with_sync(device, |sync| sync());
+}
+
+/// Submits a task to the thread that runs the stream of operations, if the device's queues are
+/// registered. `sync` flushes this thread's pending operations; without queues they are flushed at
+/// once, and the task is dropped.
+pub(crate) fn submit_with_sync(device: &Device, task: impl FnOnce(&dyn Fn()) + Send + 'static) {
     let Some(device) = cube_device(device) else { return };
     let stream = get_client::<CubeBackend>(&device);
     // An error here comes again where the results are read, which can report it.
+    let sync = move || drop(stream.try_sync(|| ()));
     match queues(&device) {
         Some(queues) => {
-            queues.operations.submit(move |_| drop(stream.try_sync(|| ())));
+            queues.operations.submit(move |_| task(&sync));
             queues.operations.flush_queue();
         }
-        None => drop(stream.try_sync(|| ())),
+        None => sync(),
     }
-}
-
-/// [`flush`], unless all that is pending is the begin of a family of products, which the next
-/// product may join.
-pub(crate) fn flush_for_product(device: &Device) {
-    let Some(cube) = cube_device(device) else { return };
-    let Some(queues) = queues(&cube) else { return flush(device) };
-    let stream = get_client::<CubeBackend>(&cube);
-    queues.operations.submit(move |_| {
-        if !pending::awaits_a_weight() {
-            drop(stream.try_sync(|| ()));
-            pending::begin();
-        }
-    });
-    queues.operations.flush_queue();
 }
 
 /// Hands the queued operations to their worker thread now.

@@ -189,7 +189,7 @@ fn line<'a>(cells: impl Iterator<Item = &'a str>) -> String {
 fn capital(text: &str) -> String {
     let mut letters = text.chars();
     match letters.next() {
-        // `flex`: code stays.
+        // Code such as `flex` keeps its case.
         Some(first) => first.to_uppercase().chain(letters).collect(),
         None => String::new(),
     }

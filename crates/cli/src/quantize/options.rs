@@ -69,7 +69,7 @@ pub(super) struct Options {
     /// also none, and a dot at the end stands for all within a module: `**.layers.0.`. `re:` starts
     /// a regular expression, which matches from the start of the name, and to its end only with
     /// `$`. Braces and commas do not list names: repeat the option. A pattern that matches no
-    /// weight is an error. Those that a recipe keeps stay too.
+    /// weight is an error. Weights that a recipe keeps stay dense too.
     #[arg(long, value_name = "PATTERN")]
     keep: Vec<String>,
     /// Quantize the matrices of this name or pattern, instead of the preset's choice; may be

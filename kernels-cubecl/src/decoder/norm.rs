@@ -102,6 +102,8 @@ fn launch<F: Float>(
     // Without planes a unit takes a row.
     let units = if plane > 1 { UNITS } else { 1 };
     let vectors = channels / vector;
+    // CubeCL's CPU runtime does not compile rows of bf16 in registers.
+    let kept = if plane > 1 { vectors.div_ceil(units as usize).min(KEPT) } else { 0 };
     let len = rows * vectors;
     let adds = update.is_some();
     let sums = outputs.sums.clone().unwrap_or_else(|| outputs.normalized.clone());
@@ -122,7 +124,7 @@ fn launch<F: Float>(
             epsilon,
             vector as u32,
             adds,
-            vectors.div_ceil(units as usize).clamp(1, KEPT) as u32,
+            kept as u32,
             conversion,
             plane,
             units,
@@ -149,9 +151,9 @@ fn norm_kernel<F: Float, N: Size>(
 ) {
     let first = CUBE_POS_X * vectors;
     // Loaded at once, before any of them is waited for.
-    let mut values = Array::<Vector<F, N>>::new(comptime!(kept as usize));
-    let mut updates = Array::<Vector<F, N>>::new(comptime!(kept as usize));
-    let mut weights = Array::<Vector<F, N>>::new(comptime!(kept as usize));
+    let mut values = Array::<Vector<F, N>>::new(comptime!(kept.max(1) as usize));
+    let mut updates = Array::<Vector<F, N>>::new(comptime!(kept.max(1) as usize));
+    let mut weights = Array::<Vector<F, N>>::new(comptime!(kept.max(1) as usize));
     #[unroll]
     for turn in 0..kept {
         let at = min(UNIT_POS + comptime!(turn * units), vectors - 1);
@@ -165,12 +167,14 @@ fn norm_kernel<F: Float, N: Size>(
     #[unroll]
     for turn in 0..kept {
         let at = UNIT_POS + comptime!(turn * units);
+        if comptime!(adds) {
+            let added = updates[turn as usize];
+            values[turn as usize] =
+                sum_of::<F, N>(values[turn as usize], added, vector, conversion);
+        }
         if at < vectors {
             if comptime!(adds) {
-                let added = updates[turn as usize];
-                let sum = sum_of::<F, N>(values[turn as usize], added, vector, conversion);
-                values[turn as usize] = sum;
-                sums[(first + at) as usize] = sum;
+                sums[(first + at) as usize] = values[turn as usize];
             }
             squares = add_squares::<F, N>(squares, values[turn as usize], vector);
         }

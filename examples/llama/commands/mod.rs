@@ -93,7 +93,8 @@ pub(crate) struct ProductOptions {
     tied_embedding: TiedEmbedding,
     /// Format of the `lm_head` in products; a dense one takes most of the time of a small model.
     /// Defaults to int8 for a dense `lm_head` that generates on flex in f32, or at most 8
-    /// sequences on a device with kernels, else to as-loaded. A tied embedding is kept in memory for lookups, too.
+    /// sequences on a device with kernels, else to as-loaded. A tied embedding is kept in memory
+    /// for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
     /// Format of the input of products with FP4 weights on flex and ndarray, except for a tied

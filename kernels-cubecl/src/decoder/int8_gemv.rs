@@ -19,8 +19,8 @@ use crate::memory::check_memory;
 use crate::numeric::element::narrow;
 use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 
-/// Largest number of rows of the input of [`int8_gemv`]: with more, dequantizing the matrix and a
-/// dense matmul are faster.
+/// Largest number of rows of the input of [`int8_gemv`]. A unit has a sum in registers for each row
+/// of the input and of the weight.
 pub const MAX_INT8_GEMV_ROWS: usize = 16;
 
 /// Codes that a unit loads of a row at a time.

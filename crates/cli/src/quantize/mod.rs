@@ -32,7 +32,7 @@ mod statistics;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, UNIX_EPOCH};
 
 use burn_fp4_checkpoints::selection::{Matrices, Selection};
 use burn_fp4_checkpoints::{
@@ -509,14 +509,33 @@ fn task(checkpoint: &Checkpoint, resolved: &ResolvedOptions) -> Result<String, C
             false => {
                 let modified = metadata.modified().map_err(file)?;
                 let since = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
-                let seconds = i64::try_from(since.as_secs()).unwrap_or(i64::MAX);
-                let modified = DateTime::from_timestamp(seconds, since.subsec_nanos())
-                    .unwrap_or(DateTime::<Utc>::MAX_UTC);
-                format!("modified at {}", modified.format("%F %T%.9f UTC"))
+                format!("modified at {}", utc(since))
             }
         };
         let (path, length) = (path.display(), metadata.len());
         task.push_str(&format!("; {path} of {length} bytes, {state}"));
     }
     Ok(task)
+}
+
+/// Returns the date and the time in UTC that are a duration after 1970-01-01, to the nanosecond.
+/// Journals hold it: another text would end the resuming of runs from before.
+fn utc(since: Duration) -> String {
+    let seconds = i64::try_from(since.as_secs()).unwrap_or(i64::MAX);
+    let time = DateTime::from_timestamp(seconds, since.subsec_nanos());
+    time.unwrap_or(DateTime::<Utc>::MAX_UTC).format("%F %T%.9f UTC").to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_of_a_file_is_in_utc_to_the_nanosecond() {
+        let since = Duration::new(11_016 * 24 * 60 * 60 + 3 * 3600 + 4 * 60 + 5, 60_000);
+        assert_eq!(utc(since), "2000-02-29 03:04:05.000060000 UTC");
+        assert_eq!(utc(Duration::ZERO), "1970-01-01 00:00:00.000000000 UTC");
+        // Beyond the last year that is known.
+        assert!(utc(Duration::MAX).ends_with("UTC"));
+    }
 }

@@ -64,12 +64,11 @@ pub fn argmax(
 
 fn launch<F: Float>(
     client: &Client,
-    &Capability { plane, .. }: &Capability,
+    device: &Capability,
     [values, indices]: [Handle; 2],
     [rows, cols, vector]: [usize; 3],
 ) {
-    // Without planes a unit takes a row.
-    let units = if plane > 1 { UNITS } else { 1 };
+    let units = device.units_of_row(UNITS);
     let vectors = cols / vector;
     // SAFETY: the lengths match the shape.
     unsafe {
@@ -82,7 +81,7 @@ fn launch<F: Float>(
             BufferArg::from_raw_parts(indices, rows),
             vectors as u32,
             vector as u32,
-            plane,
+            device.plane,
             units,
         );
     }

@@ -193,9 +193,11 @@ pub(super) fn head_vector(head_dim: u32, dtype: Dtype) -> u32 {
     widest_vector(head_dim as usize / 2, dtype) as u32
 }
 
-/// Values in f32 that a cube keeps in shared memory, besides queries and weights: 36 of the 48 KiB
-/// that each device with planes has.
-const SHARED: u32 = 9216;
+/// Bytes of the shared memory of a cube that products and outputs take: the rest is for queries and
+/// weights.
+const fn most_values(shared_memory: usize) -> u32 {
+    (shared_memory / 4 * 3 / 4) as u32
+}
 
 /// Sizes of the attention of a cube.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -218,26 +220,45 @@ struct Plan {
 }
 
 impl Plan {
+    /// Plans the attention of a token: the most queries of a cube that shared memory has room for.
     fn new(shape: &AttentionShape, dtype: Dtype, device: &Capability) -> Self {
-        let &Capability { plane, .. } = device;
+        let of_key_head = (shape.heads / shape.kv_heads) as u32;
+        let mut plans = (1..=8)
+            .rev()
+            .filter(|&queries| of_key_head.is_multiple_of(queries))
+            .map(|queries| Self::of_queries(queries, shape, dtype, device));
+        let fits = |plan: &Self| plan.bytes() <= device.shared_memory();
+        plans.find(fits).unwrap_or_else(|| Self::of_queries(1, shape, dtype, device))
+    }
+
+    /// Plans cubes of a number of query heads.
+    fn of_queries(
+        queries: u32,
+        shape: &AttentionShape,
+        dtype: Dtype,
+        device: &Capability,
+    ) -> Self {
         let &AttentionShape { heads, kv_heads, head_dim, .. } = shape;
         let head_dim = head_dim as u32;
         let vector = head_vector(head_dim, dtype);
-        let of_key_head = (heads / kv_heads) as u32;
-        let queries = (1..=8).rev().find(|&queries| of_key_head.is_multiple_of(queries));
-        let queries = queries.unwrap_or(1);
         let columns = head_dim / vector;
-        // Barriers are slow where there are no planes.
-        let most_units = if plane > 1 { 256 } else { 16 };
+        let values = most_values(device.shared_memory());
+        // Barriers are slow where a unit takes a row.
+        let together = device.units_of_row(256);
+        let most_units = if together > 1 { together } else { 16 };
         // A power of two, so that planes are whole.
-        let units = 1 << (SHARED / (vector * queries + 1)).min(most_units).ilog2();
+        let units = 1 << (values / (vector * queries + 1)).min(most_units).ilog2();
         let units = units.max(columns.next_power_of_two());
-        let most_tile = if plane > 1 { 64 } else { 8 };
-        let tile = (SHARED / ((columns + 1) * queries)).min(most_tile);
-        // Barriers again.
-        let most_parts = if plane > 1 { 1024 / head_dim.next_power_of_two() } else { 1 };
-        let parts = most_parts.min(8);
-        let (groups, conversion) = (of_key_head / queries, Conversion::to(dtype, device));
+        // Without planes a unit adds the scores of a tile.
+        let most_tile = if device.plane > 1 { 64 } else { 8 };
+        let tile = (values / ((columns + 1) * queries)).min(most_tile);
+        let most_parts = match together {
+            1 => 1,
+            _ => device.units_of_row(1024) / head_dim.next_power_of_two(),
+        };
+        let parts = most_parts.clamp(1, 8);
+        let groups = (heads / kv_heads) as u32 / queries;
+        let (plane, conversion) = (device.plane, Conversion::to(dtype, device));
         Self { units, plane, tile, queries, groups, head_dim, vector, parts, conversion }
     }
 
@@ -268,6 +289,12 @@ impl Plan {
         let products = self.queries * self.tile * self.product_stride();
         let outputs = self.step() * self.output_stride();
         if products > outputs { products } else { outputs }
+    }
+
+    /// Bytes in shared memory.
+    const fn bytes(&self) -> usize {
+        let queries = self.queries * (self.head_dim + self.tile);
+        4 * (self.shared() + queries) as usize
     }
 }
 
@@ -653,21 +680,37 @@ fn combine_kernel<F: Float>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{CPU, GPU};
+    use crate::plan::{CPU, GPU, Portable};
 
     const SHAPE: AttentionShape =
         AttentionShape { batch: 1, tokens: 1, heads: 8, kv_heads: 2, head_dim: 64, capacity: 9 };
 
     #[test]
     fn every_plan_fits_its_shared_memory_and_has_whole_planes() {
-        for device in [GPU, CPU] {
+        let portable = |shared_memory, units| Portable {
+            f16: true,
+            bf16: true,
+            cmma_f16: false,
+            cmma_bf16: false,
+            units,
+            shared_memory,
+        };
+        let wgpu = |plane, shared_memory, units| Capability {
+            plane,
+            portable: Some(portable(shared_memory, units)),
+            ..GPU
+        };
+        let vulkan = wgpu(32, 48 << 10, 1024);
+        let devices =
+            [GPU, CPU, vulkan, wgpu(1, 16 << 10, 256), wgpu(64, 32 << 10, 256)];
+        for device in devices {
             for (queries, half) in (1..=20).flat_map(|queries| (1..=128).map(move |h| (queries, h)))
             {
                 for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
                     let shape = AttentionShape { heads: 2 * queries, head_dim: 2 * half, ..SHAPE };
                     assert_eq!(check_attention(&shape, 9), Ok(()));
                     let plan = Plan::new(&shape, dtype, &device);
-                    assert!(plan.shared() <= SHARED, "{plan:?}");
+                    assert!(plan.bytes() <= device.shared_memory(), "{plan:?}");
                     assert!(plan.step() > 0 && plan.tile > 0 && plan.parts > 0, "{plan:?}");
                     assert_eq!(plan.units % plan.plane, 0, "{plan:?}");
                     assert_eq!(plan.queries * plan.groups, queries as u32, "{plan:?}");

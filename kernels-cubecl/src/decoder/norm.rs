@@ -91,7 +91,7 @@ const KEPT: usize = 4;
 #[allow(clippy::too_many_arguments)]
 fn launch<F: Float>(
     client: &Client,
-    &Capability { plane, .. }: &Capability,
+    device: &Capability,
     [input, weight]: [Handle; 2],
     update: Option<Handle>,
     outputs: &Normalized,
@@ -99,11 +99,10 @@ fn launch<F: Float>(
     epsilon: f32,
     conversion: Conversion,
 ) {
-    // Without planes a unit takes a row.
-    let units = if plane > 1 { UNITS } else { 1 };
+    let units = device.units_of_row(UNITS);
     let vectors = channels / vector;
     // CubeCL's CPU runtime does not compile rows of bf16 in registers.
-    let kept = if plane > 1 { vectors.div_ceil(units as usize).min(KEPT) } else { 0 };
+    let kept = if device.plane > 1 { vectors.div_ceil(units as usize).min(KEPT) } else { 0 };
     let len = rows * vectors;
     let adds = update.is_some();
     let sums = outputs.sums.clone().unwrap_or_else(|| outputs.normalized.clone());
@@ -126,7 +125,7 @@ fn launch<F: Float>(
             adds,
             kept as u32,
             conversion,
-            plane,
+            device.plane,
             units,
         );
     }

@@ -286,8 +286,7 @@ fn launch_softmax<F: Float>(
     let AttentionShape { batch, tokens, heads, capacity, head_dim, .. } = shape;
     let rows = batch * heads * tokens;
     let vectors = capacity / vector;
-    // Without planes a unit takes a row.
-    let units = if device.plane > 1 { UNITS } else { 1 };
+    let units = device.units_of_row(UNITS);
     let [x, y] = device.two_dimensions(rows as u32);
     // SAFETY: the lengths match the shape; cubes beyond the last row end at once.
     unsafe {

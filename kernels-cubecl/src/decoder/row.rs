@@ -10,14 +10,27 @@ pub(super) fn widest_vector(row: usize, dtype: Dtype) -> usize {
     [8, 4, 2].into_iter().find(|&width| width <= widest && row.is_multiple_of(width)).unwrap_or(1)
 }
 
-/// Adds a value of every unit of a cube: in a plane, then the planes in order. Every unit has the
-/// sum.
+/// Adds a value of every unit of a cube: in a plane, then the planes in order; by halves without
+/// planes. Every unit has the sum.
 #[cube]
 pub(super) fn sum_of_cube(own: f32, #[comptime] plane: u32, #[comptime] units: u32) -> f32 {
     let of_plane = if comptime!(plane > 1) { plane_sum(own) } else { own };
     let planes = comptime!(units / plane);
     let mut sum = of_plane;
-    if comptime!(planes > 1) {
+    if comptime!(plane == 1 && units > 1) {
+        let mut shared = Shared::<[f32]>::new_slice(comptime!(units as usize));
+        shared[UNIT_POS as usize] = own;
+        #[unroll]
+        for halving in 0..comptime!(units.ilog2()) {
+            let half = comptime!(units >> (halving + 1));
+            sync_cube();
+            if UNIT_POS < half {
+                shared[UNIT_POS as usize] += shared[(UNIT_POS + half) as usize];
+            }
+        }
+        sync_cube();
+        sum = shared[0];
+    } else if comptime!(planes > 1) {
         let mut shared = Shared::<[f32]>::new_slice(comptime!(planes as usize));
         let lane = UNIT_POS % plane;
         if lane == 0u32 {
@@ -43,7 +56,21 @@ pub(super) fn max_of_cube<T: Numeric + CubePrimitive<Scalar: PlaneNumeric>>(
     let of_plane = if comptime!(plane > 1) { plane_max(own) } else { own };
     let planes = comptime!(units / plane);
     let mut largest = of_plane;
-    if comptime!(planes > 1) {
+    if comptime!(plane == 1 && units > 1) {
+        let mut shared = Shared::<[T]>::new_slice(comptime!(units as usize));
+        shared[UNIT_POS as usize] = own;
+        #[unroll]
+        for halving in 0..comptime!(units.ilog2()) {
+            let half = comptime!(units >> (halving + 1));
+            sync_cube();
+            if UNIT_POS < half {
+                let other = shared[(UNIT_POS + half) as usize];
+                shared[UNIT_POS as usize] = max(shared[UNIT_POS as usize], other);
+            }
+        }
+        sync_cube();
+        largest = shared[0];
+    } else if comptime!(planes > 1) {
         let mut shared = Shared::<[T]>::new_slice(comptime!(planes as usize));
         let lane = UNIT_POS % plane;
         if lane == 0u32 {

@@ -91,7 +91,7 @@ struct Plan {
 
 fn launch<F: Float>(
     client: &Client,
-    &Capability { plane, .. }: &Capability,
+    device: &Capability,
     [logits, uniform, tokens]: [Handle; 3],
     [rows, vocab_size]: [usize; 2],
     dtype: Dtype,
@@ -99,11 +99,11 @@ fn launch<F: Float>(
 ) {
     let vector = widest_vector(vocab_size, dtype);
     let (vectors, len) = ((vocab_size / vector) as u32, rows * vocab_size / vector);
-    // Without planes a unit takes a row.
-    let units = if plane > 1 { UNITS } else { 1 };
+    // 16 sums of a unit leave some of the shared memory.
+    let most = (device.shared_memory() / 4 / 17) as u32;
     let plan = Plan {
-        units,
-        plane,
+        units: device.units_of_row(UNITS.min(1 << most.max(1).ilog2())),
+        plane: device.plane,
         vector: vector as u32,
         // Sign, exponent and significand of the f32 of a logit.
         digits: match dtype {

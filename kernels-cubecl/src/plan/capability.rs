@@ -221,6 +221,37 @@ impl Capability {
         [cubes.div_ceil(lines), lines]
     }
 
+    /// Returns the units of a cube that take a row together, at most `most`, which is a power of
+    /// two. A unit takes a row where barriers are slow, a plane where cubes have no shared memory.
+    pub(crate) fn units_of_row(&self, most: u32) -> u32 {
+        match self.portable {
+            Some(portable) if portable.shares() => most.min(1 << portable.units.max(1).ilog2()),
+            None if self.plane > 1 => most,
+            _ => self.plane,
+        }
+    }
+
+    /// Returns the bytes of shared memory that kernels of a decoder may use: on GPUs with planes
+    /// the least that all of these have.
+    pub(crate) fn shared_memory(&self) -> usize {
+        self.portable.map_or(48 << 10, |portable| portable.shared_memory.min(48 << 10))
+    }
+
+    /// Checks that the kernels of a decoder run on the device in a dtype.
+    ///
+    /// # Errors
+    /// [`Refusal::Device`]: a device of the wgpu runtime has no buffers of the dtype, too small
+    /// cubes, or too little shared memory.
+    pub fn check_decoder(&self, dtype: Dtype) -> Result<(), Refusal> {
+        self.check_portable(dtype)?;
+        match self.portable {
+            Some(portable) if !portable.shares() => {
+                Err(Refusal::Device { lacks: "has too little shared memory" })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Checks that the kernels for the wgpu runtime can run on the device, if it is one of its.
     pub(crate) fn check_portable(&self, dtype: Dtype) -> Result<(), Refusal> {
         let lacks = match &self.portable {

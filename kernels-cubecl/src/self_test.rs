@@ -1,17 +1,19 @@
 //! [`Capability::tested`]: trusts a driver of the wgpu runtime if kernels give the host's values.
 //!
 //! Every code is dequantized with block scales of both formats, to f32 and f16, and multiplied with
-//! NVFP4's block scales in every dtype that the device holds, without a bias. That takes a few
-//! small launches, so that callers keep the result.
+//! NVFP4's block scales in every dtype that the device holds, without a bias. Then a norm, an argmax
+//! and the attention of a token run in f32. That takes a few small launches, so that callers keep
+//! the result.
 
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
-use burn_fp4_search::host::{HostElement, View};
+use burn_fp4_search::host::{AttentionShape, HostElement, View};
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
+use crate::decoder::{AttentionHandles, argmax, attend, rms_norm};
 use crate::dequantize::dequantize;
 use crate::matmul::Matmul;
 use crate::memory::PackedHandles;
@@ -64,8 +66,11 @@ impl Capability {
                 let tested =
                     test_products(client, &device).and_then(|()| test_values(client, &device));
                 result = tested.map(|()| device);
-                if result.is_ok() {
-                    return result;
+                if let Ok(device) = result {
+                    // Units of a plane are not neighbours if sums by planes are wrong.
+                    let apart = Self { plane: 1, ..device };
+                    let by_planes = test_decoder(client, &device).map(|()| device);
+                    return by_planes.or_else(|_| test_decoder(client, &apart).map(|()| apart));
                 }
             }
         }
@@ -170,6 +175,66 @@ fn test_products(client: &Client, device: &Capability) -> Result<(), Refusal> {
         }
     }
     Ok(())
+}
+
+/// Compares the operations of a decoder with sums in f64. Nothing runs without shared memory.
+fn test_decoder(client: &Client, device: &Capability) -> Result<(), Refusal> {
+    // A vector more than a cube has units.
+    const CHANNELS: usize = 4 * 257;
+    if device.check_decoder(Dtype::F32).is_err() {
+        return Ok(());
+    }
+    let upload = |values: &[f32]| client.create_from_slice(f32::as_bytes(values));
+    let near = |(found, expected): (&f32, f64)| (f64::from(*found) - expected).abs() <= 1e-4;
+    let values = |count: usize, period: usize| -> Vec<f32> {
+        (0..count).map(|at| (at % period) as f32 * 0.125 - 1.0).collect()
+    };
+
+    let mut row = values(CHANNELS, 19);
+    row[777] = 9.0;
+    let ones = upload(&[1.0; CHANNELS]);
+    let form = [1, CHANNELS];
+    let normalized =
+        rms_norm(client, device, upload(&row), None, ones, form, Dtype::F32, 0.0)?.normalized;
+    let squares: f64 = row.iter().map(|&value| f64::from(value).powi(2)).sum();
+    let root = (squares / CHANNELS as f64).sqrt();
+    let expected = row.iter().map(|&value| f64::from(value) / root);
+    check("a norm", read::<f32>(client, normalized)?.iter().zip(expected).map(near))?;
+    let index = argmax(client, device, upload(&row), form, Dtype::F32)?;
+    check("an argmax", read::<i32>(client, index)?.iter().map(|&index| index == 777))?;
+
+    // The token is in the second tile. RoPE turns by 0.
+    let shape =
+        AttentionShape { batch: 1, tokens: 1, heads: 2, kv_heads: 1, head_dim: 8, capacity: 70 };
+    let (head_dim, position) = (shape.head_dim, 66);
+    let (queries, cached) = (values(2 * head_dim, 5), values(shape.capacity * head_dim, 19));
+    let new = &cached[position * head_dim..][..head_dim];
+    let operands = AttentionHandles {
+        queries: upload(&queries),
+        keys: upload(new),
+        values: upload(new),
+        key_cache: upload(&cached),
+        value_cache: upload(&cached),
+        cos: upload(&vec![1.0; shape.capacity * head_dim / 2]),
+        sin: upload(&vec![0.0; shape.capacity * head_dim / 2]),
+        position: client.create_from_slice(i32::as_bytes(&[position as i32])),
+    };
+    let output = attend(client, device, operands, shape, shape.capacity, Dtype::F32)?;
+    let keys: Vec<_> = cached.chunks(head_dim).take(position + 1).collect();
+    let expected = queries.chunks(head_dim).flat_map(|query| {
+        let dot = |key: &&[f32]| -> f64 {
+            key.iter().zip(query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum()
+        };
+        let weights: Vec<_> =
+            keys.iter().map(|key| (dot(key) / (head_dim as f64).sqrt()).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        let channel = |at: usize| {
+            let weighted = keys.iter().zip(&weights).map(|(key, w)| w * f64::from(key[at]));
+            weighted.sum::<f64>() / total
+        };
+        (0..head_dim).map(channel).collect::<Vec<_>>()
+    });
+    check("attention", read::<f32>(client, output)?.iter().zip(expected).map(near))
 }
 
 /// Converts values to a dtype of 16 bits.

@@ -20,7 +20,7 @@ use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM};
 use burn_fp4_search::host::{SampleOptions, View};
 
 #[cfg(feature = "cube")]
-use super::cube::device::has_kernels;
+use super::cube::device::{cube_device, decoder_capability, has_kernels};
 
 /// Code of a device for these operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,10 +43,14 @@ pub(crate) fn decoder_code<const N: usize>(
         #[cfg(feature = "flex")]
         DispatchDevice::Flex(_) if dtypes == [DType::F32; N] => Some(DecoderCode::Host),
         #[cfg(feature = "cube")]
-        DispatchDevice::Cube(device) if has_kernels(device) => {
+        DispatchDevice::Cube(device) => {
             let one = dtypes.iter().all(|dtype| *dtype == dtypes[0]);
             let float = [DType::F32, DType::F16, DType::BF16].contains(&dtypes[0]);
-            (one && float).then_some(DecoderCode::Kernels)
+            let kernels = one && float && {
+                has_kernels(device)
+                    || decoder_capability(device, &device.client(), dtypes[0]).is_some()
+            };
+            kernels.then_some(DecoderCode::Kernels)
         }
         #[allow(unreachable_patterns)]
         _ => {
@@ -54,6 +58,16 @@ pub(crate) fn decoder_code<const N: usize>(
             None
         }
     }
+}
+
+/// Returns true if the GEMVs of a device with kernels read memory in order: its planes have one
+/// size, or it is CubeCL's CPU runtime.
+#[cfg(feature = "cube")]
+fn has_gemv(device: &Device, dtype: DType) -> bool {
+    cube_device(device).is_some_and(|device| {
+        let capability = decoder_capability(&device, &device.client(), dtype);
+        capability.is_some_and(|found| found.plane > 1 || found.portable.is_none())
+    })
 }
 
 /// Returns true if one operation of a device multiplies rows of a dtype by an `[n, k]` matrix of
@@ -68,7 +82,9 @@ pub(crate) fn multiplies_int8(
     match decoder_code(device, [dtype]) {
         #[cfg(feature = "cube")]
         Some(DecoderCode::Kernels) => {
-            rows <= MAX_INT8_GEMV_ROWS && n.max(rows).saturating_mul(k) <= View::MAX_LEN
+            rows <= MAX_INT8_GEMV_ROWS
+                && n.max(rows).saturating_mul(k) <= View::MAX_LEN
+                && has_gemv(device, dtype)
         }
         code => code.is_some(),
     }
@@ -103,7 +119,9 @@ pub(crate) fn multiplies_rows(device: &Device, dtypes: [DType; 2], rows: usize) 
         #[cfg(feature = "flex")]
         Some(DecoderCode::Host) => rows == 1,
         #[cfg(feature = "cube")]
-        Some(DecoderCode::Kernels) => rows <= MAX_DENSE_GEMV_ROWS,
+        Some(DecoderCode::Kernels) => {
+            rows <= MAX_DENSE_GEMV_ROWS && has_gemv(device, dtypes[0])
+        }
         _ => false,
     }
 }

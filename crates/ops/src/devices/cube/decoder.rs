@@ -1,4 +1,4 @@
-//! Operations of a decoder on Cube devices with kernels.
+//! Operations of a decoder on Cube devices, by kernels.
 
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::tensor::{DType, IntDType, Shape};
@@ -11,7 +11,7 @@ use burn_fp4_cubecl::{
 };
 use burn_fp4_search::host::{AttentionShape, SampleOptions};
 
-use super::device::{kernel_dtype, output_tensor};
+use super::device::{decoder_capability, kernel_dtype, output_tensor};
 use super::{deterministic, queues};
 use crate::devices::decoder::{DecoderBackend, SampleBackend};
 
@@ -39,7 +39,7 @@ impl DecoderBackend for CubeBackend {
         let weight = if transposed { weight } else { into_contiguous(weight) };
         let product = dense_gemv(
             &input.client,
-            &Capability::of(&input.client),
+            &decoder(&input),
             input.handle.clone(),
             weight.handle.clone(),
             [m, n, k],
@@ -64,7 +64,7 @@ impl DecoderBackend for CubeBackend {
         let matrix = [codes, scales].map(|part| into_contiguous(part).handle);
         let product = int8_gemv(
             &input.client,
-            &Capability::of(&input.client),
+            &decoder(&input),
             input.handle.clone(),
             matrix,
             [m, n, k],
@@ -103,8 +103,7 @@ impl DecoderBackend for CubeBackend {
             position: positions.clone(),
         };
         let dtype = kernel_dtype(queries.dtype);
-        let client = &queries.client;
-        let capability = Capability::of(client);
+        let (client, capability) = (&queries.client, decoder(&queries));
         let tensor = |handle, shape: [usize; 4]| {
             output_tensor(&queries, handle, Shape::new(shape), queries.dtype)
         };
@@ -134,7 +133,7 @@ impl SampleBackend for CubeBackend {
         let [rows, cols] = values.meta.shape().dims();
         let indices = argmax(
             &values.client,
-            &Capability::of(&values.client),
+            &decoder(&values),
             values.handle.clone(),
             [rows, cols],
             kernel_dtype(values.dtype),
@@ -152,7 +151,7 @@ impl SampleBackend for CubeBackend {
         let [rows, vocab_size] = logits.meta.shape().dims();
         let tokens = sample(
             &logits.client,
-            &Capability::of(&logits.client),
+            &decoder(&logits),
             logits.handle.clone(),
             into_contiguous(uniform).handle,
             [rows, vocab_size],
@@ -162,6 +161,11 @@ impl SampleBackend for CubeBackend {
         .expect(CHECKED);
         output_tensor(&logits, tokens, Shape::new([rows, 1]), DType::I32)
     }
+}
+
+/// Returns the capability of a tensor's device.
+fn decoder(tensor: &CubeTensor) -> Capability {
+    decoder_capability(&tensor.device, &tensor.client, tensor.dtype).expect(CHECKED)
 }
 
 /// Adds an update, and normalizes: the sums, and the normalized sums.
@@ -177,7 +181,7 @@ fn normalize(
     let rows = shape.num_elements() / channels.max(1);
     let output = rms_norm(
         &input.client,
-        &Capability::of(&input.client),
+        &decoder(&input),
         input.handle.clone(),
         update.map(|update| into_contiguous(update).handle),
         into_contiguous(weight).handle,

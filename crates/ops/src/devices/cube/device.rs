@@ -1,8 +1,8 @@
 //! Cube devices with kernels, and tensors in the form that kernels take.
 //!
-//! CUDA and CubeCL's CPU runtime run all kernels, with the reference's bits. Devices of wgpu only
-//! dequantize and multiply by kernels, if their driver passes a self-test: these do not depend on
-//! the order of a sum, nor on subnormals.
+//! CUDA and CubeCL's CPU runtime run all kernels, with the reference's bits. Devices of wgpu
+//! dequantize, multiply and run the other operations of a decoder by kernels, if their driver passes
+//! a self-test: these do not depend on the order of a sum, nor on subnormals.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -66,6 +66,16 @@ pub(crate) fn capability(device: &CubeDevice, client: &Client) -> Result<Capabil
     let found = Capability::tested(client);
     tested.push((device.clone(), found.clone()));
     found
+}
+
+/// Returns the capability of a device that runs the operations of a decoder by kernels in a dtype.
+pub(crate) fn decoder_capability(
+    device: &CubeDevice,
+    client: &Client,
+    dtype: DType,
+) -> Option<Capability> {
+    let capability = capability(device, client).ok()?;
+    capability.check_decoder(kernel_dtype(dtype)).is_ok().then_some(capability)
 }
 
 /// Returns the dtype that kernels use for values of a dtype; callers have checked it.

@@ -1,5 +1,5 @@
-//! Burn's Cube devices: kernels on CUDA and on CubeCL's CPU runtime. On wgpu kernels dequantize and
-//! multiply, and tensor operations do the rest.
+//! Burn's Cube devices: kernels on CUDA and on CubeCL's CPU runtime. On wgpu kernels dequantize,
+//! multiply and run a decoder, and tensor operations do the rest.
 //!
 //! | file               | what it holds                                                          |
 //! |--------------------|------------------------------------------------------------------------|

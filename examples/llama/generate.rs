@@ -34,6 +34,10 @@ pub struct Generated {
     pub replayed: bool,
 }
 
+/// Steps of a captured graph between two reads of their tokens. The device idles during a read, which
+/// comes after all that was launched before.
+const STEPS_AHEAD: usize = 8;
+
 /// The next tokens of all sequences, their positions, and a random value for each sequence if their
 /// successors are drawn.
 type StepInput = (Tensor<2, Int>, Tensor<1, Int>, Option<Tensor<1>>);
@@ -109,25 +113,23 @@ fn generate_tokens<L: Projection>(
     let positions = Tensor::arange(0..prompt.len() as i64, device);
     let mut replay = Replay::with_state(generator, kv_cache, Generator::step);
     let uniform = sequences.uniform(device);
-    sequences.push(replay.run_once((tokens, positions, uniform))?)?;
+    sequences.push(vec![replay.run_once((tokens, positions, uniform))?])?;
     let prompt_seconds = start.elapsed().as_secs_f64();
 
     let (mut steps, mut start, mut tokens_before) = (0, Instant::now(), 0);
     let mut second_token_seconds = 0.0;
-    // The output of a step that the host has not read: the next step takes its tokens on the
-    // device, and runs while the host reads them.
-    let mut unread: Option<Tensor<2, Int>> = None;
+    // Outputs that the host has not read: the next step takes the last one's tokens on the device.
+    let mut unread: Vec<Tensor<2, Int>> = Vec::new();
     while steps + 1 < max_new_tokens && !sequences.all_ended() {
-        let last = match &unread {
+        let last = match unread.last() {
             Some(tokens) => tokens.clone(),
             None => batch_of(&sequences.last_tokens(), 1, device),
         };
         let position = Tensor::from_ints([(prompt.len() + steps) as i32], device);
-        let output = replay.run((last, position, sequences.uniform(device)))?;
+        unread.push(replay.run((last, position, sequences.uniform(device)))?);
         let runs_ahead = steps > 0 && replay.is_graph();
-        let read = if runs_ahead { unread.replace(output) } else { Some(output) };
-        if let Some(output) = read {
-            sequences.push(output)?;
+        if !runs_ahead || unread.len() == STEPS_AHEAD {
+            sequences.push(core::mem::take(&mut unread))?;
         }
         steps += 1;
         if steps == 1 {
@@ -135,9 +137,7 @@ fn generate_tokens<L: Projection>(
             (start, tokens_before) = (Instant::now(), sequences.count());
         }
     }
-    if let Some(output) = unread {
-        sequences.push(output)?;
-    }
+    sequences.push(unread)?;
     let (seconds, timed_steps) = (start.elapsed().as_secs_f64(), steps.saturating_sub(1));
     let timed_tokens = sequences.count() - tokens_before;
     Ok(Generated {
@@ -166,10 +166,15 @@ impl<'a> Sequences<'a> {
         Self { config, sampling, randoms, tokens: vec![Vec::new(); sampling.sequences] }
     }
 
-    /// Appends the next token of each sequence that has not ended.
-    fn push(&mut self, next: Tensor<2, Int>) -> Result<()> {
-        let next = next.try_into_data()?;
-        for (tokens, token) in self.tokens.iter_mut().zip(next.iter::<u32>()) {
+    /// Appends the next tokens of each sequence, up to its end: an output of each of some steps.
+    fn push(&mut self, outputs: Vec<Tensor<2, Int>>) -> Result<()> {
+        let steps = outputs.len();
+        if steps == 0 {
+            return Ok(());
+        }
+        let next = Tensor::cat(outputs, 1).try_into_data()?;
+        for (at, token) in next.iter::<u32>().enumerate() {
+            let tokens = &mut self.tokens[at / steps];
             if !ended(self.config, tokens) {
                 tokens.push(token);
             }

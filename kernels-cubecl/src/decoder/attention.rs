@@ -232,12 +232,7 @@ impl Plan {
     }
 
     /// Plans cubes of a number of query heads.
-    fn of_queries(
-        queries: u32,
-        shape: &AttentionShape,
-        dtype: Dtype,
-        device: &Capability,
-    ) -> Self {
+    fn of_queries(queries: u32, shape: &AttentionShape, dtype: Dtype, device: &Capability) -> Self {
         let &AttentionShape { heads, kv_heads, head_dim, .. } = shape;
         let head_dim = head_dim as u32;
         let vector = head_vector(head_dim, dtype);
@@ -701,8 +696,7 @@ mod tests {
             ..GPU
         };
         let vulkan = wgpu(32, 48 << 10, 1024);
-        let devices =
-            [GPU, CPU, vulkan, wgpu(1, 16 << 10, 256), wgpu(64, 32 << 10, 256)];
+        let devices = [GPU, CPU, vulkan, wgpu(1, 16 << 10, 256), wgpu(64, 32 << 10, 256)];
         for device in devices {
             for (queries, half) in (1..=20).flat_map(|queries| (1..=128).map(move |h| (queries, h)))
             {

@@ -119,9 +119,7 @@ pub(crate) fn multiplies_rows(device: &Device, dtypes: [DType; 2], rows: usize) 
         #[cfg(feature = "flex")]
         Some(DecoderCode::Host) => rows == 1,
         #[cfg(feature = "cube")]
-        Some(DecoderCode::Kernels) => {
-            rows <= MAX_DENSE_GEMV_ROWS && has_gemv(device, dtypes[0])
-        }
+        Some(DecoderCode::Kernels) => rows <= MAX_DENSE_GEMV_ROWS && has_gemv(device, dtypes[0]),
         _ => false,
     }
 }

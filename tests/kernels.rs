@@ -7,14 +7,13 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, AttentionHandles, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
+    Activations, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
     PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
-    argmax, attend, attention_weights, cubecl, dense_gemv, dequantize, fake_quantize, hadamard,
-    hessian_factor, int8_gemv, quantize, quantize_by_hessian, quantize_gptq, quantize_weighted,
-    rms_norm, rotate_into_cache, sample, squared_error,
+    cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize, quantize_by_hessian,
+    quantize_gptq, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
-use burn_fp4_search::host::{self, DequantTarget, SampleOptions, View, quantize_int8};
+use burn_fp4_search::host::{self, DequantTarget, View};
 use burn_fp4_search::squares::squared_sums;
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
@@ -24,73 +23,19 @@ use burn_fp4_search::{
 use tests::compare::{assert_bits, assert_same};
 use tests::golden::Golden;
 use tests::inputs::{Dense, Dtype, Kind, Random, Values};
+use tests::on_device::{
+    assert_products, exact_products, floats, kernel_dtype, upload, upload_packed, upload_rounded,
+};
 
 struct Device {
     client: Client,
     capability: Capability,
 }
 
-fn kernel_dtype(dtype: Dtype) -> KernelDtype {
-    match dtype {
-        Dtype::F32 => KernelDtype::F32,
-        Dtype::F16 => KernelDtype::F16,
-        Dtype::Bf16 => KernelDtype::Bf16,
-    }
-}
-
 impl Device {
     fn new() -> Self {
         let client = cubecl::Device::default().client();
         Self { capability: Capability::of(&client), client }
-    }
-
-    fn upload(&self, dense: &Dense) -> Handle {
-        match &dense.values {
-            Values::F32(values) => self.client.create_from_slice(f32::as_bytes(values)),
-            Values::F16(values) => self.client.create_from_slice(f16::as_bytes(values)),
-            Values::Bf16(values) => self.client.create_from_slice(bf16::as_bytes(values)),
-        }
-    }
-
-    /// Uploads values rounded to a dtype, and returns them with their handle.
-    fn upload_rounded(&self, values: Vec<f32>, dtype: KernelDtype) -> (Vec<f32>, Handle) {
-        let values: Vec<f32> = match dtype {
-            KernelDtype::F32 => values,
-            KernelDtype::F16 => values.iter().map(|&x| f16::from_f32(x).to_f32()).collect(),
-            KernelDtype::Bf16 => values.iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
-        };
-        let halves = |round: fn(f32) -> u16| values.iter().map(|&x| round(x)).collect::<Vec<_>>();
-        let handle = match dtype {
-            KernelDtype::F32 => self.client.create_from_slice(f32::as_bytes(&values)),
-            KernelDtype::F16 => {
-                let bits = halves(|x| f16::from_f32(x).to_bits());
-                self.client.create_from_slice(u16::as_bytes(&bits))
-            }
-            KernelDtype::Bf16 => {
-                let bits = halves(|x| bf16::from_f32(x).to_bits());
-                self.client.create_from_slice(u16::as_bytes(&bits))
-            }
-        };
-        (values, handle)
-    }
-
-    fn upload_packed(&self, packed: &Packed) -> Handles {
-        let tensor_scale = packed.tensor_scale.as_slice();
-        Handles {
-            codes: self.client.create_from_slice(&packed.codes),
-            scales: self.client.create_from_slice(&packed.scales),
-            tensor_scale: self.client.create_from_slice(f32::as_bytes(tensor_scale)),
-            tensor_scales: tensor_scale.len(),
-        }
-    }
-
-    fn floats(&self, handle: Handle, dtype: KernelDtype) -> Vec<f32> {
-        let bytes = self.client.read_one_unchecked(handle);
-        match dtype {
-            KernelDtype::F32 => f32::from_bytes(&bytes).to_vec(),
-            KernelDtype::F16 => f16::from_bytes(&bytes).iter().map(|x| x.to_f32()).collect(),
-            KernelDtype::Bf16 => bf16::from_bytes(&bytes).iter().map(|x| x.to_f32()).collect(),
-        }
     }
 
     /// Runs every kernel along an axis of a matrix, and compares the results with the oracle.
@@ -102,7 +47,7 @@ impl Device {
         let dtype = kernel_dtype(dense.dtype());
         let what = format!("{what} {dtype:?} {view:?} {scheme:?}");
         let problem = Problem { view, dtype, scheme };
-        let values = self.upload(dense);
+        let values = upload(&self.client, dense);
         let by_row = scheme.tensor_scales(view.packed_rows()) > 1;
         let largest = match scheme.tensor_scale {
             TensorScaling::Amax(amax) => self.client.create_from_slice(f32::as_bytes(&[amax])),
@@ -122,8 +67,8 @@ impl Device {
         assert_same(&what, &found, &expected);
         let exact = dense_order(&expected.dequantize(), view);
         let exact = Dense::new(dense.rows, dense.cols, &exact, dense.dtype()).to_f32();
-        assert_bits(&what, &self.floats(restored, dtype), &exact);
-        assert_bits(&format!("fake {what}"), &self.floats(fake, dtype), &exact);
+        assert_bits(&what, &floats(&self.client, restored, dtype), &exact);
+        assert_bits(&format!("fake {what}"), &floats(&self.client, fake, dtype), &exact);
         self.check_squared_error(&what, dense, values, packed, &problem, &expected);
         view.len()
     }
@@ -143,7 +88,7 @@ impl Device {
     fn check_block_scaled(&self, dense: &Dense, view: View, scheme: Fp4Scheme) {
         let dtype = KernelDtype::F32;
         let problem = Problem { view, dtype, scheme };
-        let values = self.upload(dense);
+        let values = upload(&self.client, dense);
         let (client, device) = (&self.client, &self.capability);
         let largest = amax(client, device, values.clone(), view, dtype, false).expect("a plan");
         let found =
@@ -152,7 +97,7 @@ impl Device {
         let packed = oracle(&rows, view.packed_rows(), view.axis, &scheme).expect("valid");
         let unscaled = Packed { tensor_scale: TensorScale::One(1.0), ..packed };
         let exact = dense_order(&unscaled.dequantize(), view);
-        assert_bits(&format!("{problem:?}"), &self.floats(found, dtype), &exact);
+        assert_bits(&format!("{problem:?}"), &floats(&self.client, found, dtype), &exact);
     }
 
     fn check_product(
@@ -171,7 +116,7 @@ impl Device {
         let added = random(1, n, 3);
         let kernel_dtype = kernel_dtype(dtype);
         let packed = oracle(&weight.to_f32(), n, k, &scheme).expect("valid");
-        let handles = self.upload_packed(&packed);
+        let handles = upload_packed(&self.client, &packed);
         let matmul = Matmul {
             m,
             n,
@@ -180,12 +125,12 @@ impl Device {
             block_size: scheme.block_size,
             dtype: kernel_dtype,
         };
-        let bias = bias.then(|| self.upload(&added));
+        let bias = bias.then(|| upload(&self.client, &added));
         let (client, device) = (&self.client, &self.capability);
-        let values = self.upload(&input);
+        let values = upload(&self.client, &input);
         let run = |planned: MatmulPlan| {
             let output = planned.run(client, handles.clone(), values.clone(), bias.clone(), None);
-            self.floats(output.expect("memory of these lengths"), kernel_dtype)
+            floats(&self.client, output.expect("memory of these lengths"), kernel_dtype)
         };
         let found: Vec<_> = every_plan(&matmul, device).into_iter().map(run).collect();
         let added = bias.is_some().then(|| added.to_f32());
@@ -218,16 +163,19 @@ impl Device {
         for (seed, &n) in (3..).step_by(2).zip(lengths) {
             let (weight, added) = (random(n, k, seed), random(1, n, seed + 1));
             let packed = oracle(&weight.to_f32(), n, k, &scheme).expect("valid");
-            weights.push((self.upload_packed(&packed), bias.then(|| self.upload(&added))));
+            weights.push((
+                upload_packed(&self.client, &packed),
+                bias.then(|| upload(&self.client, &added)),
+            ));
             let added = bias.then(|| added.to_f32());
             let (weight, input) = (packed.dequantize(), input.to_f32());
             exact.push(exact_products(&weight, &input, added.as_deref(), k));
         }
-        let outputs = family.run(&self.client, weights, self.upload(&input), None);
+        let outputs = family.run(&self.client, weights, upload(&self.client, &input), None);
         for (output, (exact, matmul)) in
             outputs.expect("memory of these lengths").into_iter().zip(exact.iter().zip(&matmuls))
         {
-            let found = self.floats(output, kernel_dtype(dtype));
+            let found = floats(&self.client, output, kernel_dtype(dtype));
             assert_products(&format!("{matmul:?} of {lengths:?}"), &found, exact, dtype);
         }
         true
@@ -235,9 +183,10 @@ impl Device {
 
     fn check_hadamard(&self, dense: &Dense, view: View, transform: Hadamard, inverse: bool) {
         let dtype = kernel_dtype(dense.dtype());
-        let (client, device, values) = (&self.client, &self.capability, self.upload(dense));
+        let (client, device, values) =
+            (&self.client, &self.capability, upload(&self.client, dense));
         let found = hadamard(client, device, values, view, dtype, transform, inverse);
-        let found = self.floats(found.expect("a plan"), dtype);
+        let found = floats(&self.client, found.expect("a plan"), dtype);
         let what = format!("{transform:?} {inverse} {dtype:?} {view:?}");
         assert_bits(&what, &found, &dense.hadamard(view, transform, inverse).to_f32());
     }
@@ -251,7 +200,7 @@ impl Device {
     ) {
         let dtype = kernel_dtype(dense.dtype());
         let problem = Problem { view, dtype, scheme };
-        let values = self.upload(dense);
+        let values = upload(&self.client, dense);
         let by_row = scheme.tensor_scales(view.packed_rows()) > 1;
         let largest = amax(&self.client, &self.capability, values.clone(), view, dtype, by_row)
             .expect("a plan");
@@ -278,7 +227,7 @@ impl Device {
     }
 
     fn download(&self, packed: Handles, expected: &Packed) -> Packed {
-        let tensor_scale = self.floats(packed.tensor_scale, KernelDtype::F32);
+        let tensor_scale = floats(&self.client, packed.tensor_scale, KernelDtype::F32);
         Packed {
             codes: self.client.read_one_unchecked(packed.codes).to_vec(),
             scales: self.client.read_one_unchecked(packed.scales).to_vec(),
@@ -301,7 +250,7 @@ impl Device {
     ) {
         let partial =
             squared_error(&self.client, &self.capability, values, packed, problem).expect("a plan");
-        let sums = self.floats(partial.sums, KernelDtype::F32);
+        let sums = floats(&self.client, partial.sums, KernelDtype::F32);
         let total = |sums: &[f32]| sums.iter().map(|&sum| f64::from(sum)).sum::<f64>() as f32;
         let rows: Vec<f32> = sums.chunks(partial.count).map(total).collect();
         let found = squared_sums(&rows).expect("six rows");
@@ -321,38 +270,6 @@ impl Device {
             let unknown = expected.is_nan() && found.is_nan();
             assert!(near || unknown, "{what}: squared error {found}, not {expected}");
         }
-    }
-}
-
-/// Computes products of rows of k values, plus a bias, and the sums of magnitudes.
-fn exact_products(
-    weight: &[f32],
-    input: &[f32],
-    bias: Option<&[f32]>,
-    k: usize,
-) -> Vec<(f64, f64)> {
-    let rows = input.chunks(k).flat_map(|input| {
-        weight.chunks(k).enumerate().map(move |(output, weight)| {
-            let terms = input.iter().zip(weight).map(|(&x, &w)| f64::from(x) * f64::from(w));
-            let bias = bias.map_or(0.0, |bias| f64::from(bias[output]));
-            terms.fold((bias, bias.abs()), |(sum, size), term| (sum + term, size + term.abs()))
-        })
-    });
-    rows.collect()
-}
-
-/// Compares outputs with exact products, within the errors of f32 sums and of one rounding to the
-/// dtype.
-fn assert_products(what: &str, found: &[f32], exact: &[(f64, f64)], dtype: Dtype) {
-    let once = match dtype {
-        Dtype::F32 => 0.0,
-        Dtype::F16 => 2f64.powi(-11),
-        Dtype::Bf16 => 2f64.powi(-8),
-    };
-    assert_eq!(found.len(), exact.len(), "{what}");
-    for (at, (&found, &(sum, size))) in found.iter().zip(exact).enumerate() {
-        let near = (f64::from(found) - sum).abs() <= 5e-6 * size + once * sum.abs() + 1e-7;
-        assert!(near, "{what}, output {at}: {found}, not {sum}");
     }
 }
 
@@ -692,15 +609,15 @@ fn products_with_scales_that_are_nan() {
             for row in 0..8 {
                 packed.scales[3 * row * blocks + row * blocks / 8] = nan;
             }
-            let handles = device.upload_packed(&packed);
+            let handles = upload_packed(&device.client, &packed);
             let input = Kind::Outliers.values(m * k, 2);
-            let input = device.upload(&Dense::new(m, k, &input, dtype));
+            let input = upload(&device.client, &Dense::new(m, k, &input, dtype));
             let (format, block_size) = (scheme.format(), scheme.block_size);
             let dtype = kernel_dtype(dtype);
             let matmul = Matmul { m, n, k, format, block_size, dtype };
             for planned in every_plan(&matmul, &device.capability) {
                 let found = planned.run(&device.client, handles.clone(), input.clone(), None, None);
-                let found = device.floats(found.expect("memory of these lengths"), dtype);
+                let found = floats(&device.client, found.expect("memory of these lengths"), dtype);
                 for (at, found) in found.into_iter().enumerate() {
                     let expected = at % n % 3 == 0;
                     assert_eq!(found.is_nan(), expected, "{planned:?}, {at}: {found}");
@@ -715,10 +632,10 @@ fn products_are_the_same_every_time() {
     let device = Device::new();
     let (n, k, scheme) = (136, 1152, Fp4Scheme::nvfp4());
     let packed = oracle(&Kind::Outliers.values(n * k, 1), n, k, &scheme);
-    let handles = device.upload_packed(&packed.expect("valid"));
+    let handles = upload_packed(&device.client, &packed.expect("valid"));
     for m in [5, 40, 150] {
         let input = Kind::Outliers.values(m * k, 2);
-        let input = device.upload(&Dense::new(m, k, &input, Dtype::Bf16));
+        let input = upload(&device.client, &Dense::new(m, k, &input, Dtype::Bf16));
         let (format, block_size) = (scheme.format(), scheme.block_size);
         let dtype = KernelDtype::Bf16;
         let matmul = Matmul { m, n, k, format, block_size, dtype };
@@ -754,7 +671,7 @@ fn prefetching_a_weight_changes_no_output() {
         let own = weight(n, k);
         for (next, m) in [(matmul(1, 200, 512), 1), (matmul(1, 9000, 256), 5)] {
             let input = Kind::Outliers.values(m * k, 2);
-            let input = device.upload(&Dense::new(m, k, &input, Dtype::Bf16));
+            let input = upload(&device.client, &Dense::new(m, k, &input, Dtype::Bf16));
             let next = Prefetch { matmul: next, weight: weight(next.n, next.k) };
             for planned in every_plan(&matmul(m, n, k), &device.capability) {
                 let run = |next| {
@@ -921,7 +838,7 @@ fn products_of_activations_are_added_up_in_tiles() {
                         &device.client,
                         &device.capability,
                         &Activations {
-                            values: device.upload(batch),
+                            values: upload(&device.client, batch),
                             dtype: kernel_dtype(dtype),
                             rows,
                         },
@@ -1036,452 +953,4 @@ fn tiles_of_gptq_make_no_difference_to_its_codes() {
         client.read_one_unchecked(packed.codes).to_vec()
     });
     assert!(larger == smaller);
-}
-
-/// Allows for the rounding of the results to a dtype, and for that of sums in f32.
-fn assert_rounded(what: &str, found: &[f32], expected: &[f64], dtype: KernelDtype) {
-    assert_eq!(found.len(), expected.len(), "{what}");
-    let tolerance = match dtype {
-        KernelDtype::F32 => 4e-6,
-        KernelDtype::F16 => 1e-3,
-        KernelDtype::Bf16 => 8e-3,
-    };
-    for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
-        let far = (f64::from(found) - expected).abs();
-        assert!(far <= tolerance * expected.abs().max(1.0), "{what} {at}: {found} {expected}");
-    }
-}
-
-#[test]
-fn norms_are_those_of_exact_sums() {
-    let device = Device::new();
-    let Device { client, capability } = &device;
-    let mut random = Random::new(41);
-    for (rows, channels) in [(1, 8), (3, 40), (2, 513), (1, 2560)] {
-        for dtype in [KernelDtype::F32, KernelDtype::F16, KernelDtype::Bf16] {
-            let what = format!("{rows} x {channels} {dtype:?}");
-            let mut values = |count: usize| {
-                device.upload_rounded((0..count).map(|_| random.normal()).collect(), dtype)
-            };
-            let [input, update] = [(); 2].map(|()| values(rows * channels));
-            let weight = values(channels);
-            let run = |update: Option<&Handle>| {
-                rms_norm(
-                    client,
-                    capability,
-                    input.1.clone(),
-                    update.cloned(),
-                    weight.1.clone(),
-                    [rows, channels],
-                    dtype,
-                    1e-5,
-                )
-                .expect("memory of the shape")
-            };
-            let normalized = |x: &[f32]| -> Vec<f64> {
-                let rows = x.chunks(channels).map(|row| {
-                    let squares: f64 = row.iter().map(|&x| f64::from(x).powi(2)).sum();
-                    let factor = (squares / channels as f64 + 1e-5).sqrt().recip();
-                    let weighted = row.iter().zip(&weight.0);
-                    weighted.map(|(&x, &w)| f64::from(x) * factor * f64::from(w)).collect()
-                });
-                rows.collect::<Vec<Vec<f64>>>().concat()
-            };
-            let alone = run(None);
-            assert!(alone.sums.is_none());
-            let found = device.floats(alone.normalized, dtype);
-            assert_rounded(&what, &found, &normalized(&input.0), dtype);
-            let both = run(Some(&update.1));
-            let sums = device.floats(both.sums.expect("an update"), dtype);
-            let exact = input.0.iter().zip(&update.0).map(|(&x, &y)| f64::from(x) + f64::from(y));
-            assert_rounded(&what, &sums, &exact.collect::<Vec<_>>(), dtype);
-            let found = device.floats(both.normalized, dtype);
-            assert_rounded(&what, &found, &normalized(&sums), dtype);
-        }
-    }
-    let short = || client.empty(8);
-    let refused =
-        rms_norm(client, capability, short(), None, short(), [2, 4], KernelDtype::F32, 0.0);
-    assert!(matches!(refused, Err(Refusal::Memory { what: "input", expected: 32, .. })));
-}
-
-/// Makes cosines and sines of RoPE, `[positions, head_dim / 2]`.
-fn rotations(positions: usize, head_dim: usize) -> [Vec<f32>; 2] {
-    let angle = |at: usize| (at / (head_dim / 2)) as f32 * 0.7f32.powi((at % 5) as i32);
-    let functions: [fn(f32) -> f32; 2] = [f32::cos, f32::sin];
-    functions.map(|function| (0..positions * head_dim / 2).map(|at| function(angle(at))).collect())
-}
-
-/// Attends with exact sums, to rotated keys.
-struct ExactAttention<'a> {
-    shape: host::AttentionShape,
-    cos: &'a [f32],
-    sin: &'a [f32],
-}
-
-impl ExactAttention<'_> {
-    fn rotate(&self, head: &[f32], position: usize) -> Vec<f64> {
-        let half = head.len() / 2;
-        let channel = |at: usize| {
-            let table = |table: &[f32]| f64::from(table[position * half + at % half]);
-            let partner = f64::from(head[(at + half) % head.len()]);
-            let sign = if at < half { -1.0 } else { 1.0 };
-            f64::from(head[at]) * table(self.cos) + sign * partner * table(self.sin)
-        };
-        (0..head.len()).map(channel).collect()
-    }
-
-    /// Returns the outputs of queries at a position, for a cache that holds it.
-    fn attend(&self, queries: &[f32], keys: &[f32], values: &[f32], position: usize) -> Vec<f64> {
-        let host::AttentionShape { heads, kv_heads, head_dim, capacity, .. } = self.shape;
-        let mut outputs = Vec::new();
-        for (at, query) in queries.chunks(head_dim).enumerate() {
-            let (sequence, head) = (at / heads, at % heads);
-            let cached = sequence * kv_heads + head / (heads / kv_heads);
-            let of = |cache: &'_ [f32], at: usize| -> Vec<f64> {
-                let from = (cached * capacity + at) * head_dim;
-                cache[from..from + head_dim].iter().copied().map(f64::from).collect()
-            };
-            let query = self.rotate(query, position);
-            let weights = (0..=position).map(|at| {
-                let key = of(keys, at);
-                let score: f64 = query.iter().zip(&key).map(|(q, k)| q * k).sum();
-                (score / (head_dim as f64).sqrt()).exp()
-            });
-            let weights: Vec<f64> = weights.collect();
-            let sum: f64 = weights.iter().sum();
-            outputs.extend((0..head_dim).map(|channel| {
-                let weighted =
-                    weights.iter().enumerate().map(|(at, w)| w * of(values, at)[channel]);
-                weighted.sum::<f64>() / sum
-            }));
-        }
-        outputs
-    }
-}
-
-/// Tokens one after the other, past the ends of tiles; the last shapes have a key head for more
-/// query heads than a cube takes, and channels that no wide vector divides.
-#[test]
-fn attention_of_a_token_is_that_of_exact_sums() {
-    let device = Device::new();
-    let Device { client, capability } = &device;
-    let mut random = Random::new(43);
-    // Without planes a device runs the units of a cube as threads, and barriers take long.
-    let shapes: &[_] = match capability.plane {
-        1 => &[(2, 4, 2, 8), (1, 9, 1, 12)],
-        _ => &[
-            (1, 4, 4, 16),
-            (2, 6, 2, 32),
-            (1, 18, 1, 8),
-            (2, 2, 1, 12),
-            (3, 32, 8, 128),
-            (1, 14, 2, 64),
-        ],
-    };
-    for (at, &(batch, heads, kv_heads, head_dim)) in shapes.iter().enumerate() {
-        // The last is so long that the parts of the second kernel take several tiles each.
-        let capacity = match capability.plane {
-            1 => 20,
-            _ if at == shapes.len() - 1 => 1300,
-            _ => 150,
-        };
-        let shape = host::AttentionShape { batch, tokens: 1, heads, kv_heads, head_dim, capacity };
-        let dtype = [KernelDtype::F32, KernelDtype::Bf16, KernelDtype::F16][at % 3];
-        let [cos, sin] = rotations(capacity, head_dim);
-        let exact = ExactAttention { shape, cos: &cos, sin: &sin };
-        let mut values = |count: usize| {
-            device.upload_rounded((0..count).map(|_| random.normal()).collect(), dtype)
-        };
-        // The cache holds earlier tokens, and what nothing may read behind the last.
-        let [keys, cached_values] =
-            [(); 2].map(|()| values(batch * kv_heads * capacity * head_dim));
-        let (mut key_values, mut value_values) = (keys.0, cached_values.0);
-        for position in [0, 7, 8, capacity - 1] {
-            let queries = values(batch * heads * head_dim);
-            let [new_keys, new_values] = [(); 2].map(|()| values(batch * kv_heads * head_dim));
-            let upload = |table: &[f32]| client.create_from_slice(f32::as_bytes(table));
-            let output = attend(
-                client,
-                capability,
-                AttentionHandles {
-                    queries: queries.1,
-                    keys: new_keys.1,
-                    values: new_values.1,
-                    key_cache: keys.1.clone(),
-                    value_cache: cached_values.1.clone(),
-                    cos: upload(&cos),
-                    sin: upload(&sin),
-                    position: client.create_from_slice(i32::as_bytes(&[position as i32])),
-                },
-                shape,
-                capacity,
-                dtype,
-            );
-            let found = device.floats(output.expect("memory of the shape"), dtype);
-            let cache = |handle: &Handle| device.floats(handle.clone(), dtype);
-            let what = format!("{shape:?} {dtype:?} at {position}");
-            for head in 0..batch * kv_heads {
-                let to = (head * capacity + position) * head_dim;
-                let new = head * head_dim..(head + 1) * head_dim;
-                let rotated = exact.rotate(&new_keys.0[new.clone()], position);
-                let written = cache(&keys.1)[to..to + head_dim].to_vec();
-                assert_rounded(&what, &written, &rotated, dtype);
-                key_values[to..to + head_dim].copy_from_slice(&written);
-                value_values[to..to + head_dim].copy_from_slice(&new_values.0[new]);
-            }
-            // Nothing else is written.
-            assert_eq!(cache(&keys.1), key_values, "{what}");
-            assert_eq!(cache(&cached_values.1), value_values, "{what}");
-            let expected = exact.attend(&queries.0, &key_values, &value_values, position);
-            assert_rounded(&what, &found, &expected, dtype);
-        }
-    }
-}
-
-/// Tokens of a prompt behind cached ones, one of them beyond the cache.
-#[test]
-fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
-    let device = Device::new();
-    let Device { client, capability } = &device;
-    let mut random = Random::new(44);
-    let shapes = [(1, 3, 4, 2, 8, 9), (2, 5, 6, 2, 12, 40), (1, 7, 8, 8, 64, 600)];
-    for (at, (batch, tokens, heads, kv_heads, head_dim, capacity)) in shapes.into_iter().enumerate()
-    {
-        let shape = host::AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
-        let dtype = [KernelDtype::F32, KernelDtype::Bf16, KernelDtype::F16][at];
-        let [cos, sin] = rotations(capacity, head_dim);
-        // RoPE ends before the cache, or with it.
-        let rows = capacity - at;
-        let exact = ExactAttention { shape, cos: &cos, sin: &sin };
-        let mut values = |count: usize| {
-            device.upload_rounded((0..count).map(|_| random.normal()).collect(), dtype)
-        };
-        let queries = values(batch * tokens * heads * head_dim);
-        let [keys, new_values] = [(); 2].map(|()| values(batch * tokens * kv_heads * head_dim));
-        let [mut key_cache, mut value_cache] =
-            [(); 2].map(|()| values(batch * kv_heads * capacity * head_dim));
-        let scores = values(batch * heads * tokens * capacity);
-        // The last counts as the last of the cache and RoPE.
-        let mut positions: Vec<_> = (2..2 + tokens as i32).collect();
-        positions[tokens - 1] = capacity as i32 + 5;
-        let upload = |table: &[f32]| client.create_from_slice(f32::as_bytes(table));
-        let position = client.create_from_slice(i32::as_bytes(&positions));
-        let operands = AttentionHandles {
-            queries: queries.1,
-            keys: keys.1,
-            values: new_values.1,
-            key_cache: key_cache.1.clone(),
-            value_cache: value_cache.1.clone(),
-            cos: upload(&cos),
-            sin: upload(&sin),
-            position: position.clone(),
-        };
-        let rotated = rotate_into_cache(client, capability, operands, shape, rows, dtype);
-        let rotated = device.floats(rotated.expect("memory of the shape"), dtype);
-        let weights = attention_weights(client, capability, scores.1, position, shape, rows, dtype);
-        let weights = device.floats(weights.expect("memory of the shape"), dtype);
-        let what = format!("{shape:?} {dtype:?}");
-        for (sequence, token) in (0..batch).flat_map(|at| (0..tokens).map(move |to| (at, to))) {
-            let position = (positions[token] as usize).min(rows - 1);
-            let chunk = |at: usize| at * head_dim..(at + 1) * head_dim;
-            for head in 0..heads {
-                let from = (sequence * tokens + token) * heads + head;
-                let row = (sequence * heads + head) * tokens + token;
-                let expected = exact.rotate(&queries.0[chunk(from)], position);
-                assert_rounded(&what, &rotated[chunk(row)], &expected, dtype);
-
-                let row = row * capacity..(row + 1) * capacity;
-                let score = |at: usize| f64::from(scores.0[row.start + at]);
-                let weight = |at: usize| (score(at) / (head_dim as f64).sqrt()).exp();
-                let sum: f64 = (0..=position).map(weight).sum();
-                // Multiplied by their number, so that their mean is 1.
-                let count = (position + 1) as f32;
-                let expected =
-                    |at| if at > position { 0.0 } else { weight(at) / sum * f64::from(count) };
-                let expected: Vec<_> = (0..capacity).map(expected).collect();
-                let found: Vec<_> = weights[row].iter().map(|weight| weight * count).collect();
-                assert_rounded(&what, &found, &expected, dtype);
-            }
-            for head in 0..kv_heads {
-                let from = (sequence * tokens + token) * kv_heads + head;
-                let to = (sequence * kv_heads + head) * capacity + position;
-                let expected = exact.rotate(&keys.0[chunk(from)], position);
-                let found = device.floats(key_cache.1.clone(), dtype);
-                assert_rounded(&what, &found[chunk(to)], &expected, dtype);
-                key_cache.0[chunk(to)].copy_from_slice(&found[chunk(to)]);
-                value_cache.0[chunk(to)].copy_from_slice(&new_values.0[chunk(from)]);
-            }
-        }
-        // Nothing else is written.
-        assert_eq!(device.floats(key_cache.1, dtype), key_cache.0, "{what}");
-        assert_eq!(device.floats(value_cache.1, dtype), value_cache.0, "{what}");
-    }
-}
-
-#[test]
-fn few_rows_times_a_dense_weight_are_exact_sums() {
-    let device = Device::new();
-    let Device { client, capability } = &device;
-    let mut random = Random::new(46);
-    let dtypes = [Dtype::F32, Dtype::Bf16, Dtype::F16];
-    for (at, (m, n, k)) in [(1, 37, 64), (3, 50, 36), (8, 200, 520)].into_iter().enumerate() {
-        let (dtype, kernel_dtype) = (dtypes[at], kernel_dtype(dtypes[at]));
-        let mut values = |count: usize| {
-            device.upload_rounded((0..count).map(|_| random.normal()).collect(), kernel_dtype)
-        };
-        let (input, weight) = (values(m * k), values(n * k));
-        let mut columns = vec![0.0; n * k];
-        for (at, &value) in weight.0.iter().enumerate() {
-            columns[at % k * n + at / k] = value;
-        }
-        let (_, columns) = device.upload_rounded(columns, kernel_dtype);
-        let exact = exact_products(&weight.0, &input.0, None, k);
-        for (weight, transposed) in [(weight.1, true), (columns, false)] {
-            let what = format!("{m} x {n} x {k} {dtype:?}, transposed {transposed}");
-            let input = input.1.clone();
-            let output =
-                dense_gemv(client, capability, input, weight, [m, n, k], transposed, kernel_dtype);
-            let found = device.floats(output.expect("memory of the shape"), kernel_dtype);
-            assert_products(&what, &found, &exact, dtype);
-        }
-        let input = || input.1.clone();
-        let refused =
-            dense_gemv(client, capability, input(), input(), [9, 1, 4], true, kernel_dtype);
-        assert!(matches!(refused, Err(Refusal::Mismatch { expected: 8, found: 9, .. })));
-    }
-}
-
-#[test]
-fn few_rows_times_a_matrix_of_signed_bytes_are_exact_sums() {
-    let device = Device::new();
-    let Device { client, capability } = &device;
-    let mut random = Random::new(47);
-    let dtypes = [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::Bf16];
-    for (at, (m, n, k)) in
-        [(1, 37, 64), (3, 50, 96), (8, 200, 544), (16, 33, 1056)].into_iter().enumerate()
-    {
-        let (dtype, kernel_dtype) = (dtypes[at], kernel_dtype(dtypes[at]));
-        let mut values = |count: usize| (0..count).map(|_| random.normal()).collect::<Vec<_>>();
-        let mut weight = values(n * k);
-        // Codes of both signs at their limits, and blocks of zeros.
-        (weight[0], weight[1]) = (-100.0, 100.0);
-        weight[32..64].fill(0.0);
-        let (codes, scales) = quantize_int8(&weight).expect("whole blocks");
-        assert!(codes.contains(&-127) && codes.contains(&127));
-        let weight: Vec<f32> =
-            codes.iter().zip(0..).map(|(&code, at)| f32::from(code) * scales[at / 32]).collect();
-        let input = device.upload_rounded(values(m * k), kernel_dtype);
-        let exact = exact_products(&weight, &input.0, None, k);
-        let bytes: Vec<u8> = codes.iter().map(|&code| code.cast_unsigned()).collect();
-        let matrix = || {
-            let scales = client.create_from_slice(f32::as_bytes(&scales));
-            [client.create_from_slice(&bytes), scales]
-        };
-        let run =
-            |shape| int8_gemv(client, capability, input.1.clone(), matrix(), shape, kernel_dtype);
-        let output = run([m, n, k]).expect("memory of the shape");
-        let what = format!("{m} x {n} x {k} {dtype:?}");
-        assert_products(&what, &device.floats(output, kernel_dtype), &exact, dtype);
-        for (shape, what) in
-            [([17, 1, 32], "rows of the input"), ([1, 1, 33], "channels of whole blocks")]
-        {
-            assert!(
-                matches!(run(shape), Err(Refusal::Mismatch { what: found, .. }) if found == what)
-            );
-        }
-        assert!(matches!(run([m, n + 1, k]), Err(Refusal::Memory { what: "codes", .. })));
-    }
-}
-
-#[test]
-fn argmax_is_the_first_of_the_largest_values() {
-    let device = Device::new();
-    let Device { client, capability } = &device;
-    let mut random = Random::new(45);
-    let dtypes = [KernelDtype::F32, KernelDtype::Bf16, KernelDtype::F16];
-    for (dtype, cols) in dtypes.into_iter().zip([33, 40, 5000]) {
-        const ROWS: usize = 12;
-        let mut values: Vec<f32> = (0..ROWS * cols).map(|_| 2.0 * random.normal()).collect();
-        let mut expect = Vec::new();
-        for (row, values) in values.chunks_mut(cols).enumerate() {
-            let largest = match row {
-                0 => f32::INFINITY,
-                1 => 0.0,
-                _ => 100.0,
-            };
-            if row == 1 {
-                values.fill(-0.0);
-            }
-            values[..3].fill(f32::NAN);
-            let first = 3 + random.below(cols - 3);
-            let second = first + random.below(cols - first);
-            values[second] = largest;
-            // Zeros of both signs are equal: the first is at 3.
-            values[first] = largest;
-            expect.push(if row == 1 { 3 } else { first as i32 });
-        }
-        let (_, uploaded) = device.upload_rounded(values, dtype);
-        let found = argmax(client, capability, uploaded, [ROWS, cols], dtype);
-        let bytes = client.read_one_unchecked(found.expect("memory of the shape"));
-        assert_eq!(i32::from_bytes(&bytes), expect, "{dtype:?} {cols}");
-    }
-    let infinite = client.create_from_slice(f32::as_bytes(&[f32::NAN, f32::NEG_INFINITY]));
-    let found = argmax(client, capability, infinite, [1, 2], KernelDtype::F32);
-    let bytes = client.read_one_unchecked(found.expect("memory of the shape"));
-    assert_eq!(i32::from_bytes(&bytes), [1]);
-}
-
-/// Uniform values from 0 to 1 in equal steps draw each token as often as its probability says.
-#[test]
-fn tokens_are_drawn_as_often_as_their_probabilities_say() {
-    const DRAWS: usize = 500;
-    let device = Device::new();
-    let Device { client, capability } = &device;
-    let mut random = Random::new(47);
-    let uniform: Vec<f32> = (0..DRAWS).map(|at| (at as f32 + 0.5) / DRAWS as f32).collect();
-    let all = SampleOptions { temperature: 1.0, top_k: None, top_p: None };
-    let cases = [
-        (40, KernelDtype::F32, all),
-        (33, KernelDtype::F32, SampleOptions { temperature: 0.5, ..all }),
-        (600, KernelDtype::F32, SampleOptions { top_k: Some(7), ..all }),
-        (64, KernelDtype::Bf16, SampleOptions { top_k: Some(9), temperature: 2.0, ..all }),
-        (64, KernelDtype::F16, SampleOptions { top_p: Some(0.6), ..all }),
-        (72, KernelDtype::Bf16, SampleOptions { top_k: Some(20), top_p: Some(0.8), ..all }),
-        (12, KernelDtype::F32, SampleOptions { top_k: Some(1), top_p: Some(0.01), ..all }),
-    ];
-    for (vocab_size, dtype, options) in cases {
-        let what = format!("{vocab_size} {dtype:?} {options:?}");
-        let row: Vec<f32> = (0..vocab_size).map(|_| 2.0 * random.normal()).collect();
-        let (row, _) = device.upload_rounded(row, dtype);
-        let (_, logits) = device.upload_rounded(row.repeat(DRAWS), dtype);
-        let uniform = client.create_from_slice(f32::as_bytes(&uniform));
-        let drawn =
-            sample(client, capability, logits, uniform, [DRAWS, vocab_size], dtype, options);
-        let bytes = client.read_one_unchecked(drawn.expect("memory of the shape"));
-        let mut counts = vec![0usize; vocab_size];
-        i32::from_bytes(&bytes).iter().for_each(|&token| counts[token as usize] += 1);
-
-        let mut sorted = row.clone();
-        sorted.sort_by(|left, right| right.total_cmp(left));
-        let weight =
-            |logit: f32| (f64::from(logit - sorted[0]) / f64::from(options.temperature)).exp();
-        let kth = options.top_k.map_or(f32::MIN, |top_k| sorted[top_k - 1]);
-        let kept = || sorted.iter().copied().filter(|&logit| logit >= kth);
-        let needed = f64::from(options.top_p.unwrap_or(1.0)) * kept().map(weight).sum::<f64>();
-        let mut sum = 0.0;
-        let reached = kept().find(|&logit| {
-            sum += weight(logit);
-            sum >= needed
-        });
-        let least = options.top_p.map_or(kth, |_| reached.unwrap_or(f32::MIN));
-        let probability = |logit: f32| if logit >= least { weight(logit) } else { 0.0 };
-        let total: f64 = row.iter().map(|&logit| probability(logit)).sum();
-        for (token, (&count, &logit)) in counts.iter().zip(&row).enumerate() {
-            let expected = DRAWS as f64 * probability(logit) / total;
-            let far = (count as f64 - expected).abs();
-            assert!(far < 1.001, "{what} token {token}: {count} of {expected}");
-            assert!(count == 0 || probability(logit) > 0.0, "{what} token {token}");
-        }
-    }
 }

@@ -72,33 +72,6 @@ impl Device {
             .collect()
     }
 
-    fn upload(&self, dense: &Dense) -> Handle {
-        match &dense.values {
-            Values::F32(values) => self.client.create_from_slice(f32::as_bytes(values)),
-            Values::F16(values) => self.client.create_from_slice(f16::as_bytes(values)),
-            Values::Bf16(values) => self.client.create_from_slice(bf16::as_bytes(values)),
-        }
-    }
-
-    fn upload_packed(&self, packed: &Packed) -> PackedHandles {
-        let tensor_scale = packed.tensor_scale.as_slice();
-        PackedHandles {
-            codes: self.client.create_from_slice(&packed.codes),
-            scales: self.client.create_from_slice(&packed.scales),
-            tensor_scale: self.client.create_from_slice(f32::as_bytes(tensor_scale)),
-            tensor_scales: tensor_scale.len(),
-        }
-    }
-
-    fn floats(&self, handle: Handle, dtype: Dtype) -> Vec<f32> {
-        let bytes = self.client.read_one_unchecked(handle);
-        match dtype {
-            Dtype::F32 => f32::from_bytes(&bytes).to_vec(),
-            Dtype::F16 => f16::from_bytes(&bytes).iter().map(|x| x.to_f32()).collect(),
-            Dtype::Bf16 => bf16::from_bytes(&bytes).iter().map(|x| x.to_f32()).collect(),
-        }
-    }
-
     /// Dequantizes a packed matrix along either axis, and compares every bit.
     fn check_values(&self, packed: &Packed) {
         let scheme = Fp4Scheme::of(ScaleRule::of_format(packed.format));
@@ -113,9 +86,9 @@ impl Device {
             }
             for dtype in self.dtypes() {
                 let problem = Problem { view, dtype: kernel_dtype(dtype), scheme };
-                let packed = self.upload_packed(packed);
+                let packed = upload_packed(&self.client, packed);
                 let found = dequantize(&self.client, &self.capability, packed, &problem);
-                let found = self.floats(found.expect("a plan"), dtype);
+                let found = floats(&self.client, found.expect("a plan"), kernel_dtype(dtype));
                 let exact = Dense::new(1, exact.len(), &exact, dtype).to_f32();
                 assert_bits(&format!("{:?} {problem:?}", self.capability), &found, &exact);
             }
@@ -139,10 +112,11 @@ impl Device {
         let (format, block_size) = (scheme.format(), scheme.block_size);
         let matmul = Matmul { m, n, k, format, block_size, dtype: kernel_dtype(dtype) };
         let run = |planned: Result<MatmulPlan, Refusal>| {
-            let weight = self.upload_packed(&packed);
-            let (input, bias) = (self.upload(&input), bias.then(|| self.upload(&added)));
+            let weight = upload_packed(&self.client, &packed);
+            let (input, bias) =
+                (upload(&self.client, &input), bias.then(|| upload(&self.client, &added)));
             let output = planned.expect("a plan").run(&self.client, weight, input, bias, None);
-            self.floats(output.expect("memory of these lengths"), dtype)
+            floats(&self.client, output.expect("memory of these lengths"), kernel_dtype(dtype))
         };
         let mut found = vec![run(matmul.portable_gemv(&self.capability))];
         let shares = self.capability.portable.is_some_and(|portable| portable.shared_memory > 0);
@@ -178,14 +152,6 @@ impl Device {
                 assert!(near, "{:?} {what}: {found}, not {sum}", self.capability.decoding);
             }
         }
-    }
-}
-
-fn kernel_dtype(dtype: Dtype) -> KernelDtype {
-    match dtype {
-        Dtype::F32 => KernelDtype::F32,
-        Dtype::F16 => KernelDtype::F16,
-        Dtype::Bf16 => KernelDtype::Bf16,
     }
 }
 

@@ -12,6 +12,8 @@ pub mod inputs;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod kernels;
 pub mod modules;
+#[cfg(any(feature = "cpu", feature = "cuda", feature = "wgpu"))]
+pub mod on_device;
 pub mod tensors;
 
 /// The README, whose code is compiled and run.

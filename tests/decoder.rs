@@ -1,0 +1,544 @@
+//! Compares the kernels of a decoder with exact sums, on CubeCL's CPU runtime (`--features cpu`), a
+//! GPU (`cuda`), or a device of CubeCL's wgpu runtime that has shared memory (`wgpu`). CUDA also
+//! runs them as such a device would.
+
+#![cfg(any(feature = "cpu", feature = "cuda", feature = "wgpu"))]
+
+use burn_fp4_cubecl::cubecl::client::Client;
+use burn_fp4_cubecl::cubecl::prelude::*;
+use burn_fp4_cubecl::cubecl::server::Handle;
+use burn_fp4_cubecl::{
+    AttentionHandles, Capability, Dtype as KernelDtype, Portable, Refusal, argmax, attend,
+    attention_weights, cubecl, dense_gemv, int8_gemv, rms_norm, rotate_into_cache, sample,
+};
+use burn_fp4_search::host::{self, SampleOptions, quantize_int8};
+use tests::inputs::{Dtype, Random};
+use tests::on_device::{assert_products, exact_products, floats, kernel_dtype, upload_rounded};
+
+const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+
+struct Device {
+    client: Client,
+    capability: Capability,
+}
+
+impl Device {
+    /// The device. A GPU is tested with the limits of wgpu, too: with planes, and without.
+    fn all() -> Vec<Self> {
+        let client = cubecl::Device::default().client();
+        let found = Capability::tested(&client).expect("a driver that gives the host's values");
+        assert_eq!(found.check_decoder(KernelDtype::F32), Ok(()), "{found:?}");
+        let most = Portable {
+            f16: true,
+            bf16: true,
+            cmma_f16: false,
+            cmma_bf16: false,
+            units: 1024,
+            shared_memory: 48 << 10,
+        };
+        let least = Portable { units: 256, shared_memory: 16 << 10, ..most };
+        let as_wgpu = |plane, portable| Capability { plane, portable: Some(portable), ..found };
+        let capabilities = match found.portable {
+            None if found.plane > 1 => {
+                vec![found, as_wgpu(found.plane, most), as_wgpu(1, least)]
+            }
+            None => vec![found],
+            Some(portable) => {
+                let least = Portable { units: 256, shared_memory: 16 << 10, ..portable };
+                vec![found, as_wgpu(1, least)]
+            }
+        };
+        let with = |capability| Self { client: client.clone(), capability };
+        capabilities.into_iter().map(with).collect()
+    }
+
+    /// Returns a dtype, or f32 if the device has no buffers of it.
+    fn dtype(&self, wanted: Dtype) -> Dtype {
+        match self.capability.check_decoder(kernel_dtype(wanted)) {
+            Ok(()) => wanted,
+            Err(_) => Dtype::F32,
+        }
+    }
+}
+
+/// Allows for the rounding of the results to a dtype, and for that of sums in f32.
+fn assert_rounded(what: &str, found: &[f32], expected: &[f64], dtype: KernelDtype) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let tolerance = match dtype {
+        KernelDtype::F32 => 4e-6,
+        KernelDtype::F16 => 1e-3,
+        KernelDtype::Bf16 => 8e-3,
+    };
+    for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+        let far = (f64::from(found) - expected).abs();
+        assert!(far <= tolerance * expected.abs().max(1.0), "{what} {at}: {found} {expected}");
+    }
+}
+
+#[test]
+fn norms_are_those_of_exact_sums() {
+    for device in Device::all() {
+        let Device { client, capability } = &device;
+        let mut random = Random::new(41);
+        for (rows, channels) in [(1, 8), (3, 40), (2, 513), (1, 2560)] {
+            for dtype in DTYPES {
+                let dtype = kernel_dtype(device.dtype(dtype));
+                let what = format!("{rows} x {channels} {dtype:?}");
+                let mut values = |count: usize| {
+                    upload_rounded(
+                        &device.client,
+                        (0..count).map(|_| random.normal()).collect(),
+                        dtype,
+                    )
+                };
+                let [input, update] = [(); 2].map(|()| values(rows * channels));
+                let weight = values(channels);
+                let run = |update: Option<&Handle>| {
+                    rms_norm(
+                        client,
+                        capability,
+                        input.1.clone(),
+                        update.cloned(),
+                        weight.1.clone(),
+                        [rows, channels],
+                        dtype,
+                        1e-5,
+                    )
+                    .expect("memory of the shape")
+                };
+                let normalized = |x: &[f32]| -> Vec<f64> {
+                    let rows = x.chunks(channels).map(|row| {
+                        let squares: f64 = row.iter().map(|&x| f64::from(x).powi(2)).sum();
+                        let factor = (squares / channels as f64 + 1e-5).sqrt().recip();
+                        let weighted = row.iter().zip(&weight.0);
+                        weighted.map(|(&x, &w)| f64::from(x) * factor * f64::from(w)).collect()
+                    });
+                    rows.collect::<Vec<Vec<f64>>>().concat()
+                };
+                let alone = run(None);
+                assert!(alone.sums.is_none());
+                let found = floats(&device.client, alone.normalized, dtype);
+                assert_rounded(&what, &found, &normalized(&input.0), dtype);
+                let both = run(Some(&update.1));
+                let sums = floats(&device.client, both.sums.expect("an update"), dtype);
+                let exact =
+                    input.0.iter().zip(&update.0).map(|(&x, &y)| f64::from(x) + f64::from(y));
+                assert_rounded(&what, &sums, &exact.collect::<Vec<_>>(), dtype);
+                let found = floats(&device.client, both.normalized, dtype);
+                assert_rounded(&what, &found, &normalized(&sums), dtype);
+            }
+        }
+        let short = || client.empty(8);
+        let refused =
+            rms_norm(client, capability, short(), None, short(), [2, 4], KernelDtype::F32, 0.0);
+        assert!(matches!(refused, Err(Refusal::Memory { what: "input", expected: 32, .. })));
+    }
+}
+
+/// Makes cosines and sines of RoPE, `[positions, head_dim / 2]`.
+fn rotations(positions: usize, head_dim: usize) -> [Vec<f32>; 2] {
+    let angle = |at: usize| (at / (head_dim / 2)) as f32 * 0.7f32.powi((at % 5) as i32);
+    let functions: [fn(f32) -> f32; 2] = [f32::cos, f32::sin];
+    functions.map(|function| (0..positions * head_dim / 2).map(|at| function(angle(at))).collect())
+}
+
+/// Attends with exact sums, to rotated keys.
+struct ExactAttention<'a> {
+    shape: host::AttentionShape,
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
+impl ExactAttention<'_> {
+    fn rotate(&self, head: &[f32], position: usize) -> Vec<f64> {
+        let half = head.len() / 2;
+        let channel = |at: usize| {
+            let table = |table: &[f32]| f64::from(table[position * half + at % half]);
+            let partner = f64::from(head[(at + half) % head.len()]);
+            let sign = if at < half { -1.0 } else { 1.0 };
+            f64::from(head[at]) * table(self.cos) + sign * partner * table(self.sin)
+        };
+        (0..head.len()).map(channel).collect()
+    }
+
+    /// Returns the outputs of queries at a position, for a cache that holds it.
+    fn attend(&self, queries: &[f32], keys: &[f32], values: &[f32], position: usize) -> Vec<f64> {
+        let host::AttentionShape { heads, kv_heads, head_dim, capacity, .. } = self.shape;
+        let mut outputs = Vec::new();
+        for (at, query) in queries.chunks(head_dim).enumerate() {
+            let (sequence, head) = (at / heads, at % heads);
+            let cached = sequence * kv_heads + head / (heads / kv_heads);
+            let of = |cache: &'_ [f32], at: usize| -> Vec<f64> {
+                let from = (cached * capacity + at) * head_dim;
+                cache[from..from + head_dim].iter().copied().map(f64::from).collect()
+            };
+            let query = self.rotate(query, position);
+            let weights = (0..=position).map(|at| {
+                let key = of(keys, at);
+                let score: f64 = query.iter().zip(&key).map(|(q, k)| q * k).sum();
+                (score / (head_dim as f64).sqrt()).exp()
+            });
+            let weights: Vec<f64> = weights.collect();
+            let sum: f64 = weights.iter().sum();
+            outputs.extend((0..head_dim).map(|channel| {
+                let weighted =
+                    weights.iter().enumerate().map(|(at, w)| w * of(values, at)[channel]);
+                weighted.sum::<f64>() / sum
+            }));
+        }
+        outputs
+    }
+}
+
+/// Tokens one after the other, past the ends of tiles; the last shapes have a key head for more
+/// query heads than a cube takes, and channels that no wide vector divides.
+#[test]
+fn attention_of_a_token_is_that_of_exact_sums() {
+    for device in Device::all() {
+        let Device { client, capability } = &device;
+        let mut random = Random::new(43);
+        // CubeCL's CPU runtime runs the units of a cube as threads, and barriers take long.
+        let fast = capability.plane > 1 || capability.portable.is_some();
+        let shapes: &[_] = match fast {
+            false => &[(2, 4, 2, 8), (1, 9, 1, 12)],
+            _ => &[
+                (1, 4, 4, 16),
+                (2, 6, 2, 32),
+                (1, 18, 1, 8),
+                (2, 2, 1, 12),
+                (3, 32, 8, 128),
+                (1, 14, 2, 64),
+            ],
+        };
+        for (at, &(batch, heads, kv_heads, head_dim)) in shapes.iter().enumerate() {
+            // The last is so long that the parts of the second kernel take several tiles each.
+            let capacity = match fast {
+                false => 20,
+                _ if at == shapes.len() - 1 => 1300,
+                _ => 150,
+            };
+            let shape =
+                host::AttentionShape { batch, tokens: 1, heads, kv_heads, head_dim, capacity };
+            let dtype = kernel_dtype(device.dtype(DTYPES[at % 3]));
+            let [cos, sin] = rotations(capacity, head_dim);
+            let exact = ExactAttention { shape, cos: &cos, sin: &sin };
+            let mut values = |count: usize| {
+                upload_rounded(&device.client, (0..count).map(|_| random.normal()).collect(), dtype)
+            };
+            // The cache holds earlier tokens, and what nothing may read behind the last.
+            let [keys, cached_values] =
+                [(); 2].map(|()| values(batch * kv_heads * capacity * head_dim));
+            let (mut key_values, mut value_values) = (keys.0, cached_values.0);
+            for position in [0, 7, 8, capacity - 1] {
+                let queries = values(batch * heads * head_dim);
+                let [new_keys, new_values] = [(); 2].map(|()| values(batch * kv_heads * head_dim));
+                let upload = |table: &[f32]| client.create_from_slice(f32::as_bytes(table));
+                let output = attend(
+                    client,
+                    capability,
+                    AttentionHandles {
+                        queries: queries.1,
+                        keys: new_keys.1,
+                        values: new_values.1,
+                        key_cache: keys.1.clone(),
+                        value_cache: cached_values.1.clone(),
+                        cos: upload(&cos),
+                        sin: upload(&sin),
+                        position: client.create_from_slice(i32::as_bytes(&[position as i32])),
+                    },
+                    shape,
+                    capacity,
+                    dtype,
+                );
+                let found = floats(&device.client, output.expect("memory of the shape"), dtype);
+                let cache = |handle: &Handle| floats(&device.client, handle.clone(), dtype);
+                let what = format!("{shape:?} {dtype:?} at {position}");
+                for head in 0..batch * kv_heads {
+                    let to = (head * capacity + position) * head_dim;
+                    let new = head * head_dim..(head + 1) * head_dim;
+                    let rotated = exact.rotate(&new_keys.0[new.clone()], position);
+                    let written = cache(&keys.1)[to..to + head_dim].to_vec();
+                    assert_rounded(&what, &written, &rotated, dtype);
+                    key_values[to..to + head_dim].copy_from_slice(&written);
+                    value_values[to..to + head_dim].copy_from_slice(&new_values.0[new]);
+                }
+                // Nothing else is written.
+                assert_eq!(cache(&keys.1), key_values, "{what}");
+                assert_eq!(cache(&cached_values.1), value_values, "{what}");
+                let expected = exact.attend(&queries.0, &key_values, &value_values, position);
+                assert_rounded(&what, &found, &expected, dtype);
+            }
+        }
+    }
+}
+
+/// Tokens of a prompt behind cached ones, one of them beyond the cache.
+#[test]
+fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
+    for device in Device::all() {
+        let Device { client, capability } = &device;
+        let mut random = Random::new(44);
+        let shapes = [(1, 3, 4, 2, 8, 9), (2, 5, 6, 2, 12, 40), (1, 7, 8, 8, 64, 600)];
+        for (at, (batch, tokens, heads, kv_heads, head_dim, capacity)) in
+            shapes.into_iter().enumerate()
+        {
+            let shape = host::AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
+            let dtype = kernel_dtype(device.dtype(DTYPES[at]));
+            let [cos, sin] = rotations(capacity, head_dim);
+            // RoPE ends before the cache, or with it.
+            let rows = capacity - at;
+            let exact = ExactAttention { shape, cos: &cos, sin: &sin };
+            let mut values = |count: usize| {
+                upload_rounded(&device.client, (0..count).map(|_| random.normal()).collect(), dtype)
+            };
+            let queries = values(batch * tokens * heads * head_dim);
+            let [keys, new_values] = [(); 2].map(|()| values(batch * tokens * kv_heads * head_dim));
+            let [mut key_cache, mut value_cache] =
+                [(); 2].map(|()| values(batch * kv_heads * capacity * head_dim));
+            let scores = values(batch * heads * tokens * capacity);
+            // The last counts as the last of the cache and RoPE.
+            let mut positions: Vec<_> = (2..2 + tokens as i32).collect();
+            positions[tokens - 1] = capacity as i32 + 5;
+            let upload = |table: &[f32]| client.create_from_slice(f32::as_bytes(table));
+            let position = client.create_from_slice(i32::as_bytes(&positions));
+            let operands = AttentionHandles {
+                queries: queries.1,
+                keys: keys.1,
+                values: new_values.1,
+                key_cache: key_cache.1.clone(),
+                value_cache: value_cache.1.clone(),
+                cos: upload(&cos),
+                sin: upload(&sin),
+                position: position.clone(),
+            };
+            let rotated = rotate_into_cache(client, capability, operands, shape, rows, dtype);
+            let rotated = floats(&device.client, rotated.expect("memory of the shape"), dtype);
+            let weights =
+                attention_weights(client, capability, scores.1, position, shape, rows, dtype);
+            let weights = floats(&device.client, weights.expect("memory of the shape"), dtype);
+            let what = format!("{shape:?} {dtype:?}");
+            for (sequence, token) in (0..batch).flat_map(|at| (0..tokens).map(move |to| (at, to))) {
+                let position = (positions[token] as usize).min(rows - 1);
+                let chunk = |at: usize| at * head_dim..(at + 1) * head_dim;
+                for head in 0..heads {
+                    let from = (sequence * tokens + token) * heads + head;
+                    let row = (sequence * heads + head) * tokens + token;
+                    let expected = exact.rotate(&queries.0[chunk(from)], position);
+                    assert_rounded(&what, &rotated[chunk(row)], &expected, dtype);
+
+                    let row = row * capacity..(row + 1) * capacity;
+                    let score = |at: usize| f64::from(scores.0[row.start + at]);
+                    let weight = |at: usize| (score(at) / (head_dim as f64).sqrt()).exp();
+                    let sum: f64 = (0..=position).map(weight).sum();
+                    // Multiplied by their number, so that their mean is 1.
+                    let count = (position + 1) as f32;
+                    let expected =
+                        |at| if at > position { 0.0 } else { weight(at) / sum * f64::from(count) };
+                    let expected: Vec<_> = (0..capacity).map(expected).collect();
+                    let found: Vec<_> = weights[row].iter().map(|weight| weight * count).collect();
+                    assert_rounded(&what, &found, &expected, dtype);
+                }
+                for head in 0..kv_heads {
+                    let from = (sequence * tokens + token) * kv_heads + head;
+                    let to = (sequence * kv_heads + head) * capacity + position;
+                    let expected = exact.rotate(&keys.0[chunk(from)], position);
+                    let found = floats(&device.client, key_cache.1.clone(), dtype);
+                    assert_rounded(&what, &found[chunk(to)], &expected, dtype);
+                    key_cache.0[chunk(to)].copy_from_slice(&found[chunk(to)]);
+                    value_cache.0[chunk(to)].copy_from_slice(&new_values.0[chunk(from)]);
+                }
+            }
+            // Nothing else is written.
+            assert_eq!(floats(&device.client, key_cache.1, dtype), key_cache.0, "{what}");
+            assert_eq!(floats(&device.client, value_cache.1, dtype), value_cache.0, "{what}");
+        }
+    }
+}
+
+#[test]
+fn few_rows_times_a_dense_weight_are_exact_sums() {
+    for device in Device::all() {
+        let Device { client, capability } = &device;
+        let mut random = Random::new(46);
+        for (at, (m, n, k)) in [(1, 37, 64), (3, 50, 36), (8, 200, 520)].into_iter().enumerate() {
+            let dtype = device.dtype(DTYPES[at % 3]);
+            let kernel_dtype = kernel_dtype(dtype);
+            let mut values = |count: usize| {
+                upload_rounded(
+                    &device.client,
+                    (0..count).map(|_| random.normal()).collect(),
+                    kernel_dtype,
+                )
+            };
+            let (input, weight) = (values(m * k), values(n * k));
+            let mut columns = vec![0.0; n * k];
+            for (at, &value) in weight.0.iter().enumerate() {
+                columns[at % k * n + at / k] = value;
+            }
+            let (_, columns) = upload_rounded(&device.client, columns, kernel_dtype);
+            let exact = exact_products(&weight.0, &input.0, None, k);
+            for (weight, transposed) in [(weight.1, true), (columns, false)] {
+                let what = format!("{m} x {n} x {k} {dtype:?}, transposed {transposed}");
+                let input = input.1.clone();
+                let output = dense_gemv(
+                    client,
+                    capability,
+                    input,
+                    weight,
+                    [m, n, k],
+                    transposed,
+                    kernel_dtype,
+                );
+                let found =
+                    floats(&device.client, output.expect("memory of the shape"), kernel_dtype);
+                assert_products(&what, &found, &exact, dtype);
+            }
+            let input = || input.1.clone();
+            let refused =
+                dense_gemv(client, capability, input(), input(), [9, 1, 4], true, kernel_dtype);
+            assert!(matches!(refused, Err(Refusal::Mismatch { expected: 8, found: 9, .. })));
+        }
+    }
+}
+
+#[test]
+fn few_rows_times_a_matrix_of_signed_bytes_are_exact_sums() {
+    for device in Device::all() {
+        let Device { client, capability } = &device;
+        let mut random = Random::new(47);
+        for (at, (m, n, k)) in
+            [(1, 37, 64), (3, 50, 96), (8, 200, 544), (16, 33, 1056)].into_iter().enumerate()
+        {
+            let dtype = device.dtype(DTYPES[at % 3]);
+            let kernel_dtype = kernel_dtype(dtype);
+            let mut values = |count: usize| (0..count).map(|_| random.normal()).collect::<Vec<_>>();
+            let mut weight = values(n * k);
+            // Codes of both signs at their limits, and blocks of zeros.
+            (weight[0], weight[1]) = (-100.0, 100.0);
+            weight[32..64].fill(0.0);
+            let (codes, scales) = quantize_int8(&weight).expect("whole blocks");
+            assert!(codes.contains(&-127) && codes.contains(&127));
+            let weight: Vec<f32> = codes
+                .iter()
+                .zip(0..)
+                .map(|(&code, at)| f32::from(code) * scales[at / 32])
+                .collect();
+            let input = upload_rounded(&device.client, values(m * k), kernel_dtype);
+            let exact = exact_products(&weight, &input.0, None, k);
+            let bytes: Vec<u8> = codes.iter().map(|&code| code.cast_unsigned()).collect();
+            let matrix = || {
+                let scales = client.create_from_slice(f32::as_bytes(&scales));
+                [client.create_from_slice(&bytes), scales]
+            };
+            let run = |shape| {
+                int8_gemv(client, capability, input.1.clone(), matrix(), shape, kernel_dtype)
+            };
+            let output = run([m, n, k]).expect("memory of the shape");
+            let what = format!("{m} x {n} x {k} {dtype:?}");
+            assert_products(&what, &floats(&device.client, output, kernel_dtype), &exact, dtype);
+            for (shape, what) in
+                [([17, 1, 32], "rows of the input"), ([1, 1, 33], "channels of whole blocks")]
+            {
+                assert!(
+                    matches!(run(shape), Err(Refusal::Mismatch { what: at, .. }) if at == what)
+                );
+            }
+            assert!(matches!(run([m, n + 1, k]), Err(Refusal::Memory { what: "codes", .. })));
+        }
+    }
+}
+
+#[test]
+fn argmax_is_the_first_of_the_largest_values() {
+    for device in Device::all() {
+        let Device { client, capability } = &device;
+        let mut random = Random::new(45);
+        for (dtype, cols) in DTYPES.into_iter().zip([33, 40, 5000]) {
+            let dtype = kernel_dtype(device.dtype(dtype));
+            const ROWS: usize = 12;
+            let mut values: Vec<f32> = (0..ROWS * cols).map(|_| 2.0 * random.normal()).collect();
+            let mut expect = Vec::new();
+            for (row, values) in values.chunks_mut(cols).enumerate() {
+                let largest = match row {
+                    0 => f32::INFINITY,
+                    1 => 0.0,
+                    _ => 100.0,
+                };
+                if row == 1 {
+                    values.fill(-0.0);
+                }
+                values[..3].fill(f32::NAN);
+                let first = 3 + random.below(cols - 3);
+                let second = first + random.below(cols - first);
+                values[second] = largest;
+                // Zeros of both signs are equal: the first is at 3.
+                values[first] = largest;
+                expect.push(if row == 1 { 3 } else { first as i32 });
+            }
+            let (_, uploaded) = upload_rounded(&device.client, values, dtype);
+            let found = argmax(client, capability, uploaded, [ROWS, cols], dtype);
+            let bytes = client.read_one_unchecked(found.expect("memory of the shape"));
+            assert_eq!(i32::from_bytes(&bytes), expect, "{dtype:?} {cols}");
+        }
+        let infinite = client.create_from_slice(f32::as_bytes(&[f32::NAN, f32::NEG_INFINITY]));
+        let found = argmax(client, capability, infinite, [1, 2], KernelDtype::F32);
+        let bytes = client.read_one_unchecked(found.expect("memory of the shape"));
+        assert_eq!(i32::from_bytes(&bytes), [1]);
+    }
+}
+
+/// Uniform values from 0 to 1 in equal steps draw each token as often as its probability says.
+#[test]
+fn tokens_are_drawn_as_often_as_their_probabilities_say() {
+    const DRAWS: usize = 500;
+    for device in Device::all() {
+        let Device { client, capability } = &device;
+        let mut random = Random::new(47);
+        let uniform: Vec<f32> = (0..DRAWS).map(|at| (at as f32 + 0.5) / DRAWS as f32).collect();
+        let all = SampleOptions { temperature: 1.0, top_k: None, top_p: None };
+        let cases = [
+            (40, Dtype::F32, all),
+            (33, Dtype::F32, SampleOptions { temperature: 0.5, ..all }),
+            (600, Dtype::F32, SampleOptions { top_k: Some(7), ..all }),
+            (64, Dtype::Bf16, SampleOptions { top_k: Some(9), temperature: 2.0, ..all }),
+            (64, Dtype::F16, SampleOptions { top_p: Some(0.6), ..all }),
+            (72, Dtype::Bf16, SampleOptions { top_k: Some(20), top_p: Some(0.8), ..all }),
+            (12, Dtype::F32, SampleOptions { top_k: Some(1), top_p: Some(0.01), ..all }),
+        ];
+        for (vocab_size, dtype, options) in cases {
+            let dtype = kernel_dtype(device.dtype(dtype));
+            let what = format!("{vocab_size} {dtype:?} {options:?}");
+            let row: Vec<f32> = (0..vocab_size).map(|_| 2.0 * random.normal()).collect();
+            let (row, _) = upload_rounded(&device.client, row, dtype);
+            let (_, logits) = upload_rounded(&device.client, row.repeat(DRAWS), dtype);
+            let uniform = client.create_from_slice(f32::as_bytes(&uniform));
+            let drawn =
+                sample(client, capability, logits, uniform, [DRAWS, vocab_size], dtype, options);
+            let bytes = client.read_one_unchecked(drawn.expect("memory of the shape"));
+            let mut counts = vec![0usize; vocab_size];
+            i32::from_bytes(&bytes).iter().for_each(|&token| counts[token as usize] += 1);
+
+            let mut sorted = row.clone();
+            sorted.sort_by(|left, right| right.total_cmp(left));
+            let weight =
+                |logit: f32| (f64::from(logit - sorted[0]) / f64::from(options.temperature)).exp();
+            let kth = options.top_k.map_or(f32::MIN, |top_k| sorted[top_k - 1]);
+            let kept = || sorted.iter().copied().filter(|&logit| logit >= kth);
+            let needed = f64::from(options.top_p.unwrap_or(1.0)) * kept().map(weight).sum::<f64>();
+            let mut sum = 0.0;
+            let reached = kept().find(|&logit| {
+                sum += weight(logit);
+                sum >= needed
+            });
+            let least = options.top_p.map_or(kth, |_| reached.unwrap_or(f32::MIN));
+            let probability = |logit: f32| if logit >= least { weight(logit) } else { 0.0 };
+            let total: f64 = row.iter().map(|&logit| probability(logit)).sum();
+            for (token, (&count, &logit)) in counts.iter().zip(&row).enumerate() {
+                let expected = DRAWS as f64 * probability(logit) / total;
+                let far = (count as f64 - expected).abs();
+                assert!(far < 1.001, "{what} token {token}: {count} of {expected}");
+                assert!(count == 0 || probability(logit) > 0.0, "{what} token {token}");
+            }
+        }
+    }
+}

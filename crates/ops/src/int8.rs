@@ -63,7 +63,8 @@ impl Int8Matrix {
 
     /// Returns true if [`product`](Self::product) multiplies an input of some rows by the codes of
     /// an `[N, K]` matrix: in f32 on `flex`, and at most 16 rows on CUDA, CubeCL's CPU runtime and
-    /// devices of wgpu whose planes have one size. Elsewhere it dequantizes the whole matrix for each call.
+    /// devices of wgpu whose planes have one size. Elsewhere it dequantizes the whole matrix for
+    /// each call.
     #[must_use]
     pub fn multiplies_codes(
         device: &Device,

@@ -106,7 +106,7 @@ fn each_device(test: impl Fn(&str, &Device)) {
 }
 
 fn has_graphs(device: &str) -> bool {
-    device == "cuda"
+    ["cuda", "wgpu"].contains(&device)
 }
 
 #[test]

@@ -8,6 +8,7 @@ use burn_fp4_formats::{Packed, bf16, f16};
 
 use crate::inputs::{Dense, Dtype, Values};
 
+/// Returns the dtype that kernels use for a dtype.
 pub fn kernel_dtype(dtype: Dtype) -> KernelDtype {
     match dtype {
         Dtype::F32 => KernelDtype::F32,
@@ -16,6 +17,7 @@ pub fn kernel_dtype(dtype: Dtype) -> KernelDtype {
     }
 }
 
+/// Uploads a matrix.
 pub fn upload(client: &Client, dense: &Dense) -> Handle {
     match &dense.values {
         Values::F32(values) => client.create_from_slice(f32::as_bytes(values)),
@@ -46,6 +48,7 @@ pub fn upload_rounded(client: &Client, values: Vec<f32>, dtype: KernelDtype) -> 
     (values, handle)
 }
 
+/// Uploads a packed matrix.
 pub fn upload_packed(client: &Client, packed: &Packed) -> PackedHandles {
     let tensor_scale = packed.tensor_scale.as_slice();
     PackedHandles {
@@ -56,6 +59,7 @@ pub fn upload_packed(client: &Client, packed: &Packed) -> PackedHandles {
     }
 }
 
+/// Downloads values as f32.
 pub fn floats(client: &Client, handle: Handle, dtype: KernelDtype) -> Vec<f32> {
     let bytes = client.read_one_unchecked(handle);
     match dtype {

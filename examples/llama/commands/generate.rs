@@ -56,7 +56,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         OnDevice::Flex => report::<Fp4Linear>(arguments),
         #[cfg(feature = "ndarray")]
         OnDevice::Ndarray => report::<Fp4Linear>(arguments),
-        #[cfg(any(feature = "cuda", feature = "cpu"))]
+        #[cfg(any(feature = "cuda", feature = "cpu", feature = "wgpu"))]
         _ => report::<burn::nn::Linear>(arguments),
     }?;
     print(&report, arguments.json, || lines(&arguments.prompt, &report))

@@ -400,7 +400,8 @@ impl Matmul {
     /// the kernel needs.
     pub fn portable_gemv(&self, device: &Capability) -> Result<MatmulPlan, Refusal> {
         self.check_portable(device)?;
-        let kernel = Kernel::PortableGemv(PortableGemv::plan([self.m, self.n, self.k], device));
+        let shape = [self.m, self.n, self.k];
+        let kernel = Kernel::PortableGemv(PortableGemv::plan(shape, self.dtype, device));
         Ok(MatmulPlan { matmul: *self, device: *device, kernel })
     }
 

@@ -68,7 +68,7 @@ fn portable_gemv_kernel<F: Float, W: Size, X: Size>(
     let blueprint = comptime!(operands.blueprint);
     let grid = comptime!(blueprint.grid());
     let dims = &operands.dims;
-    let PortableGemv { lanes, words, group_n, group_m, decoding, .. } = comptime!(plan);
+    let PortableGemv { lanes, plane, words, group_n, group_m, decoding, .. } = comptime!(plan);
     let groups = comptime!(UNITS / lanes);
     let tiles = dims.m.div_ceil(group_m);
     let first_input = CUBE_POS as u32 % tiles * group_m;
@@ -169,20 +169,27 @@ fn portable_gemv_kernel<F: Float, W: Size, X: Size>(
             }
         }
     } else {
-        let mut shared = Shared::<[f32]>::new_slice(comptime!((count * UNITS) as usize));
+        // Planes of one size add their units first.
+        let parts = comptime!(UNITS / plane);
+        let mut shared = Shared::<[f32]>::new_slice(comptime!((count * parts) as usize));
         #[unroll]
         for index in 0..count {
-            shared[(index * UNITS + UNIT_POS) as usize] = sums[index as usize];
+            let own = sums[index as usize];
+            let sum = if comptime!(plane > 1) { plane_sum(own) } else { own };
+            if UNIT_POS % plane == 0u32 {
+                shared[(index * parts + UNIT_POS / plane) as usize] = sum;
+            }
         }
         sync_cube();
         if UNIT_POS < comptime!(count * groups) {
             let (index, group) = (UNIT_POS / groups, UNIT_POS % groups);
-            let start = index * UNITS + group * lanes;
+            let of_group = comptime!(lanes / plane);
+            let start = index * parts + group * of_group;
             let mut sum = 0.0f32.runtime();
-            // Units begin at different lanes, which are in different banks.
+            // Units begin at different parts, which are in different banks.
             #[unroll]
-            for step in 0..lanes {
-                sum += shared[(start + (UNIT_POS + step) % lanes) as usize];
+            for step in 0..of_group {
+                sum += shared[(start + (UNIT_POS + step) % of_group) as usize];
             }
             let row = cube_row + group * group_n + index / group_m;
             let to = first_input + index % group_m;

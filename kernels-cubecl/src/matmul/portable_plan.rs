@@ -8,8 +8,12 @@ use crate::plan::{Capability, Decoding, Dtype, UNITS};
 pub(super) struct PortableGemv {
     /// Cubes in two dimensions.
     pub cubes: [u32; 2],
-    /// Units of a group, which divide k: 32, whose sums go through shared memory, or 1 without it.
+    /// Units of a group, which divide k: 32 or 64, whose sums go through shared memory, or 1 without
+    /// it.
     pub lanes: u32,
+    /// Units of a plane, which add their sums directly; 1 without planes of one size that divide a
+    /// group.
+    pub plane: u32,
     /// Words of eight codes that a unit loads at a time.
     pub words: u32,
     /// Packed rows of a group.
@@ -32,7 +36,7 @@ pub(super) const MAX_GEMV_M: usize = 8;
 /// Sums of a unit of `portable_gemv.rs`: the sums of a cube fit 16 KiB.
 const MAX_SUMS: u32 = 16;
 /// Cubes of `portable_gemv.rs` that fill a large GPU; wgpu does not tell the size.
-const BUSY_GEMV: usize = 512;
+const BUSY_GEMV: usize = 256;
 
 /// Launch of `portable_gemm.rs`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -101,23 +105,33 @@ const CMMA_CONFIGS: [[u32; 5]; 4] =
     [[4, 2, 2, 4, 32], [4, 2, 1, 2, 64], [4, 2, 1, 1, 64], [4, 1, 1, 1, 64]];
 
 impl PortableGemv {
-    /// Plans the launch of a matmul `m x n x k`.
-    pub(super) fn plan([m, n, k]: [usize; 3], device: &Capability) -> Self {
+    /// Plans the launch of a matmul `m x n x k` in a dtype.
+    pub(super) fn plan([m, n, k]: [usize; 3], dtype: Dtype, device: &Capability) -> Self {
         let group_m = m.next_power_of_two().min(MAX_GEMV_M) as u32;
         let tiles = m.div_ceil(group_m as usize);
         let shares = device.portable.is_some_and(|portable| portable.shares());
-        let lanes = if shares { 32 } else { 1 };
+        let words: u32 = if k.is_multiple_of(32) { 4 } else { 2 };
+        let k_tiles = k / (8 * words as usize);
+        // Packed rows of a group share a load of the input, which takes longer in f32.
+        let (lanes, most) = match (shares, dtype) {
+            (false, _) => (1, 4),
+            (true, Dtype::F32) if k_tiles >= 64 => (64, 4),
+            (true, Dtype::F32) => (32, 4),
+            (true, _) => (32, 2),
+        };
+        let plane = if device.plane <= lanes { device.plane } else { 1 };
         let cubes = |group_n: u32| n.div_ceil((group_n * UNITS / lanes) as usize) * tiles;
         // Fewer packed rows per group if the device would not be busy otherwise.
         let group_n = [4, 2]
             .into_iter()
-            .filter(|group_n| group_n * group_m <= MAX_SUMS)
+            .filter(|&group_n| group_n <= most && group_n * group_m <= MAX_SUMS)
             .find(|&group_n| cubes(group_n) >= BUSY_GEMV)
             .unwrap_or(1);
         Self {
             cubes: device.two_dimensions(cubes(group_n) as u32),
             lanes,
-            words: if k.is_multiple_of(32) { 4 } else { 2 },
+            plane,
+            words,
             group_n,
             group_m,
             decoding: device.decoding,
@@ -173,20 +187,28 @@ mod tests {
 
     #[test]
     fn few_rows_are_multiplied_by_groups_of_lanes() {
-        let of = |m, n| {
+        let of = |m, n, k, dtype| {
             let device = Capability { portable: Some(PORTABLE), ..GPU };
-            let gemv = PortableGemv::plan([m, n, 8192], &device);
-            assert_eq!((gemv.lanes, gemv.words), (32, 4));
-            (gemv.cubes[0], gemv.group_n, gemv.group_m)
+            let gemv = PortableGemv::plan([m, n, k], dtype, &device);
+            assert_eq!((gemv.words, gemv.plane), (4, 32));
+            (gemv.cubes[0], gemv.lanes, gemv.group_n, gemv.group_m)
         };
-        assert_eq!(of(1, 8192), (512, 2, 1));
-        assert_eq!(of(1, 4096), (512, 1, 1));
-        assert_eq!(of(1, 28672), (896, 4, 1));
-        assert_eq!(of(3, 8192), (512, 2, 4));
-        assert_eq!(of(8, 28672), (1792, 2, 8));
-        let portable = Some(Portable { shared_memory: 8 << 10, ..PORTABLE });
-        let small = PortableGemv::plan([1, 10, 48], &Capability { portable, ..GPU });
-        assert_eq!((small.lanes, small.words), (1, 2));
+        assert_eq!(of(1, 8192, 8192, Dtype::F16), (512, 32, 2, 1));
+        assert_eq!(of(1, 4096, 8192, Dtype::F16), (256, 32, 2, 1));
+        assert_eq!(of(1, 896, 8192, Dtype::F16), (112, 32, 1, 1));
+        assert_eq!(of(8, 28672, 8192, Dtype::F16), (1792, 32, 2, 8));
+        assert_eq!(of(1, 4096, 4096, Dtype::F32), (256, 64, 4, 1));
+        assert_eq!(of(1, 8192, 1024, Dtype::F32), (256, 32, 4, 1));
+        assert_eq!(of(3, 8192, 8192, Dtype::F32), (512, 64, 4, 4));
+        let planes = |shared_memory, plane| {
+            let portable = Some(Portable { shared_memory, ..PORTABLE });
+            let device = Capability { portable, plane, ..GPU };
+            let gemv = PortableGemv::plan([1, 10, 48], Dtype::F16, &device);
+            (gemv.lanes, gemv.words, gemv.plane)
+        };
+        assert_eq!(planes(8 << 10, 32), (1, 2, 1));
+        assert_eq!(planes(48 << 10, 64), (32, 2, 1));
+        assert_eq!(planes(48 << 10, 8), (32, 2, 8));
     }
 
     #[test]

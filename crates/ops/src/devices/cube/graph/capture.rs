@@ -188,7 +188,9 @@ struct CaptureWindow<'a> {
 impl<'a> CaptureWindow<'a> {
     fn prepare(device: &'a CubeDevice) -> Result<Self, OpsError> {
         #[cfg(feature = "cuda")]
-        queues::relax_launches(device).map_err(not_captured)?;
+        if matches!(device, CubeDevice::Cuda(_)) {
+            queues::relax_launches(device).map_err(not_captured)?;
+        }
         Cube::graph_prepare(device).map_err(not_captured)?;
         Ok(Self { device, open: true })
     }

@@ -1,4 +1,5 @@
-//! Forward passes captured as CUDA graphs: [`CapturedGraph`].
+//! Forward passes captured as graphs: [`CapturedGraph`]. CUDA launches a graph as one; wgpu has no
+//! graphs, so CubeCL keeps the prepared launches there, and encodes them again.
 //!
 //! A graph is bound to memory: every replay reads and writes the addresses of the capture. So a
 //! graph has buffers of its own; inputs are copied into them and outputs out of them. State that is
@@ -31,15 +32,15 @@ use super::queues;
 pub use self::replay::CapturedGraph;
 pub use self::state::GraphState;
 
-/// Returns true if a device captures graphs: the first CUDA device, after [`init`](crate::init). An
-/// autodiff device does not.
+/// Returns true if a device captures graphs: the first CUDA device, and Burn's default devices of
+/// wgpu and Vulkan, after [`init`](crate::init). An autodiff device does not.
 #[must_use]
 pub fn captures_graphs(device: &Device) -> bool {
     // Queues keep other threads out during a capture.
     match device.as_dispatch() {
-        burn::backend::DispatchDevice::Cube(device @ CubeDevice::Cuda(_)) => {
-            queues::is_registered(device)
-        }
+        burn::backend::DispatchDevice::Cube(
+            device @ (CubeDevice::Cuda(_) | CubeDevice::Wgpu(_)),
+        ) => queues::is_registered(device),
         _ => false,
     }
 }

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::arch::{SEARCH_TASK, TASK, arch};
 use super::element::HostElement;
 use super::search::Choose;
-use super::simd_batch::{BATCH, BlockBatch, MAX_BLOCK, Order, larger};
+use super::simd_batch::{BATCH, BatchOrder, BlockBatch, MAX_BLOCK, larger};
 use super::view::View;
 use crate::error::SearchError;
 use crate::importance::Importance;
@@ -259,7 +259,7 @@ where
         let Rows { values, view, scheme, first, .. } = self.task;
         let blocks = view.axis / B;
         let tile_rows = scheme.tile_rows();
-        let mut batch = BlockBatch::<B>::new(Order::Along);
+        let mut batch = BlockBatch::<B>::new(BatchOrder::Along);
         let mut tile_amax = vec![0.0; if tile_rows > 1 { blocks } else { 0 }];
         let tiles = self.codes.chunks_mut(tile_rows * view.axis / 2);
         for (tile, (codes, scales)) in
@@ -319,7 +319,7 @@ where
         let Rows { view, scheme, importance, first, .. } = self.task;
         let blocks = view.axis / B;
         let rows = self.scales.len() / blocks;
-        let mut batch = BlockBatch::<B>::new(Order::Across);
+        let mut batch = BlockBatch::<B>::new(BatchOrder::Across);
         // All batches of a block before the next block: neighbours share the lines they read, and a
         // task is narrow enough that the lines it writes stay cached until the next block.
         for block in 0..blocks {

@@ -2,8 +2,8 @@
 //! codes.
 //!
 //! ```text
-//! Order::Along    b0k0 b0k1 .. b0k15 | b1k0 b1k1 ..    order of a contiguous axis
-//! Order::Across   b0k0 b1k0 .. b31k0 | b0k1 b1k1 ..    order of a strided axis, and of searches
+//! Along    b0k0 b0k1 .. b0k15 | b1k0 b1k1 ..    order of a contiguous axis
+//! Across   b0k0 b1k0 .. b31k0 | b0k1 b1k1 ..    order of a strided axis, and of searches
 //! ```
 //!
 //! The compiler vectorizes the loops over a batch: no branch depends on the data and no order of
@@ -32,7 +32,7 @@ pub(super) const MAX_BLOCK: usize = BLOCK_SIZES[BLOCK_SIZES.len() - 1];
 
 /// Orders the values of a batch in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Order {
+pub(super) enum BatchOrder {
     /// Block by block, the order of a contiguous axis.
     Along,
     /// The first value of every block, then the second, the order of a strided axis.
@@ -41,7 +41,7 @@ pub(super) enum Order {
 
 /// Holds [`BATCH`] blocks of `B` values. The rest of a batch that is not full is arbitrary.
 pub(super) struct BlockBatch<const B: usize> {
-    pub(super) order: Order,
+    pub(super) order: BatchOrder,
     pub(super) values: [f32; BATCH * MAX_BLOCK],
     /// Element codes, one a byte, in the order of the values.
     pub(super) codes: [u8; BATCH * MAX_BLOCK],
@@ -64,7 +64,7 @@ pub(super) struct BlockBatch<const B: usize> {
 }
 
 impl<const B: usize> BlockBatch<B> {
-    pub(super) const fn new(order: Order) -> Self {
+    pub(super) const fn new(order: BatchOrder) -> Self {
         Self {
             order,
             values: [0.0; BATCH * MAX_BLOCK],
@@ -170,7 +170,7 @@ impl<const B: usize> BlockBatch<B> {
         match self.order {
             // Takes the larger of neighbours repeatedly. The compiler would vectorize a loop over
             // blocks by gathering their values from all over the batch.
-            Order::Along => {
+            BatchOrder::Along => {
                 let mut magnitudes = [0; BATCH * MAX_BLOCK];
                 for (magnitude_bits, &value) in magnitudes.iter_mut().zip(self.values()) {
                     *magnitude_bits = magnitude(value);
@@ -184,7 +184,7 @@ impl<const B: usize> BlockBatch<B> {
                 let twos = larger_of_pairs::<{ BATCH * 2 }>(&fours);
                 largest = larger_of_pairs(&twos);
             }
-            Order::Across => {
+            BatchOrder::Across => {
                 for line in self.values().chunks_exact(BATCH) {
                     for (largest, &value) in largest.iter_mut().zip(line) {
                         *largest = magnitude(value).max(*largest);
@@ -348,8 +348,8 @@ impl<const B: usize> BlockBatch<B> {
             for (element, bits) in bits.into_iter().enumerate() {
                 let k = group * GROUP + element;
                 let at = match self.order {
-                    Order::Along => block * B + k,
-                    Order::Across => k * BATCH + block,
+                    BatchOrder::Along => block * B + k,
+                    BatchOrder::Across => k * BATCH + block,
                 };
                 self.random[at] = bits;
             }
@@ -390,7 +390,7 @@ impl<const B: usize> BlockBatch<B> {
         let values = &self.values[..BATCH * B];
         let random = &self.random[..BATCH * B];
         match self.order {
-            Order::Along => {
+            BatchOrder::Along => {
                 let codes = &mut self.codes[..BATCH * B];
                 let blocks = codes.chunks_exact_mut(B).zip(values.chunks_exact(B));
                 let factors = self.multipliers.iter().zip(&self.numbers);
@@ -405,7 +405,7 @@ impl<const B: usize> BlockBatch<B> {
                     *word = pack_nibbles(u64::from_le_bytes(bytes));
                 }
             }
-            Order::Across => {
+            BatchOrder::Across => {
                 let words = self.words[..BATCH * B / 8].chunks_exact_mut(BATCH);
                 let lines = values.chunks_exact(8 * BATCH).zip(random.chunks_exact(8 * BATCH));
                 for (words, (lines, random)) in words.zip(lines) {
@@ -436,7 +436,7 @@ impl<const B: usize> BlockBatch<B> {
         }
         let values = &mut self.values[..BATCH * B];
         match self.order {
-            Order::Along => {
+            BatchOrder::Along => {
                 for (codes, word) in self.codes.chunks_exact_mut(8).zip(&self.words) {
                     for (pair, byte) in codes.chunks_exact_mut(2).zip(word.to_le_bytes()) {
                         pair[0] = signed_twice(byte & 0xF);
@@ -459,7 +459,7 @@ impl<const B: usize> BlockBatch<B> {
                     }
                 }
             }
-            Order::Across => {
+            BatchOrder::Across => {
                 let words = self.words[..BATCH * B / 8].chunks_exact(BATCH);
                 for (words, lines) in words.zip(values.chunks_exact_mut(8 * BATCH)) {
                     for (index, line) in lines.chunks_exact_mut(BATCH).enumerate() {
@@ -494,8 +494,8 @@ impl<const B: usize> BlockBatch<B> {
     #[inline(always)]
     fn word_at(&self, block: usize, word: usize) -> usize {
         match self.order {
-            Order::Along => block * B / 8 + word,
-            Order::Across => word * BATCH + block,
+            BatchOrder::Along => block * B / 8 + word,
+            BatchOrder::Across => word * BATCH + block,
         }
     }
 }

@@ -153,7 +153,7 @@ pub(super) fn scheme_of(layout: &Fp4Layout) -> Fp4Scheme {
 }
 
 thread_local! {
-    static NOTES: RefCell<Option<Order<Weight>>> = const { RefCell::new(None) };
+    static NOTES: RefCell<Option<RunOrder<NotedWeight>>> = const { RefCell::new(None) };
 }
 
 /// Notes the products of this thread for as long as it lives.
@@ -161,13 +161,13 @@ pub(super) struct Notes(());
 
 impl Notes {
     pub(super) fn begin() -> Self {
-        NOTES.set(Some(Order::default()));
+        NOTES.set(Some(RunOrder::default()));
         Self(())
     }
 
     /// Begins the next run of the pass.
     pub(super) fn next_run(&self) {
-        NOTES.with_borrow_mut(|notes| notes.iter_mut().for_each(Order::next_run));
+        NOTES.with_borrow_mut(|notes| notes.iter_mut().for_each(RunOrder::next_run));
     }
 }
 
@@ -182,14 +182,14 @@ fn next_weight(matmul: &Matmul, weight: &PackedHandles) -> Option<Prefetch> {
     NOTES.with_borrow_mut(|notes| {
         let notes = notes.as_mut().filter(|_| !weight.codes.can_mut())?;
         let own = Prefetch { matmul: *matmul, weight: weight.clone() };
-        notes.after(Weight(own)).map(|next| next.0)
+        notes.after(NotedWeight(own)).map(|next| next.0)
     })
 }
 
 #[derive(Clone)]
-struct Weight(Prefetch);
+struct NotedWeight(Prefetch);
 
-impl PartialEq for Weight {
+impl PartialEq for NotedWeight {
     /// Returns true for the same product with a weight in the same memory.
     fn eq(&self, other: &Self) -> bool {
         let place = |weight: &Self| {
@@ -201,20 +201,20 @@ impl PartialEq for Weight {
 }
 
 /// Order of the items of a run, compared with the run before.
-struct Order<T> {
+struct RunOrder<T> {
     before: Vec<T>,
     now: Vec<T>,
     /// Set while the two runs agree.
     same: bool,
 }
 
-impl<T> Default for Order<T> {
+impl<T> Default for RunOrder<T> {
     fn default() -> Self {
         Self { before: Vec::new(), now: Vec::new(), same: true }
     }
 }
 
-impl<T: Clone + PartialEq> Order<T> {
+impl<T: Clone + PartialEq> RunOrder<T> {
     fn next_run(&mut self) {
         self.before = core::mem::take(&mut self.now);
         self.same = true;
@@ -305,14 +305,14 @@ mod tests {
         assert_eq!(planner.plan(1, &layout.transposed(), DType::F32), None);
     }
 
-    fn run(order: &mut Order<char>, items: &str) -> Vec<Option<char>> {
+    fn run(order: &mut RunOrder<char>, items: &str) -> Vec<Option<char>> {
         order.next_run();
         items.chars().map(|item| order.after(item)).collect()
     }
 
     #[test]
     fn a_run_finds_what_came_next_in_the_one_before() {
-        let mut order = Order::default();
+        let mut order = RunOrder::default();
         assert_eq!(run(&mut order, "abca"), [None; 4]);
         for _ in 0..3 {
             let found = [Some('b'), Some('c'), Some('a'), Some('a')];
@@ -344,21 +344,21 @@ mod tests {
         let run = || {
             let found = [next_weight(&matmul, &first.clone()), next_weight(&matmul, &weight())];
             let last = next_weight(&matmul, &second.clone());
-            found.into_iter().chain([last]).map(|next| next.map(Weight)).collect::<Vec<_>>()
+            found.into_iter().chain([last]).map(|next| next.map(NotedWeight)).collect::<Vec<_>>()
         };
         assert!(run().iter().all(Option::is_none), "nothing is captured");
         let notes = Notes::begin();
         notes.next_run();
         assert!(run().iter().all(Option::is_none), "the first run");
         notes.next_run();
-        assert!(run() == [next(&second).map(Weight), None, next(&first).map(Weight)]);
+        assert!(run() == [next(&second).map(NotedWeight), None, next(&first).map(NotedWeight)]);
         drop(notes);
         assert!(run().iter().all(Option::is_none), "the capture is over");
     }
 
     #[test]
     fn a_run_in_another_order_finds_nothing_from_there_on() {
-        let mut order = Order::default();
+        let mut order = RunOrder::default();
         run(&mut order, "abcd");
         assert_eq!(run(&mut order, "abxd"), [Some('b'), Some('c'), None, None]);
         assert_eq!(run(&mut order, "abxd"), [Some('b'), Some('x'), Some('d'), Some('a')]);

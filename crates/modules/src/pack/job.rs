@@ -114,10 +114,11 @@ impl<'a> Jobs<'a> {
 
     /// Measures the amax of each weight whose tensor scale must be known up front (shared, or of
     /// several slices), or that must be finite because its scheme or `reject` says so. Finds tied
-    /// weights too: weights that share an id have the same values, unless an optimizer or a record has
-    /// changed some.
+    /// weights too: weights that share an id have the same values, unless an optimizer or a record
+    /// has changed some.
     ///
-    /// One read-back per device, and more only where weights of one id differ and have the same amax.
+    /// One read-back per device, and more only where weights of one id differ and have the same
+    /// amax.
     pub(crate) fn measure<M: Module>(&mut self, module: &M, reject: bool) -> Result<(), Fp4Error> {
         let rejects = |plan: &WeightPlan| {
             // No reference says what these make of a value that is not finite.

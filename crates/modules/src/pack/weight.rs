@@ -328,8 +328,8 @@ pub(super) struct Caches {
     grams: GramCache,
 }
 
-/// Quantizes the weights of a family, which are on one device. Their values are finite: [`Jobs::measure`](super::job::Jobs::measure)
-/// has refused others for GPTQ.
+/// Quantizes the weights of a family, which are on one device. Their values are finite: the
+/// measurement of amax has refused others for GPTQ.
 ///
 /// # Errors
 /// [`OpsError`], of any of them: callers report it for the first.

@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use syn::visit::{self, Visit};
 use syn::{Attribute, Item, UseTree};
 
-/// A file of the project: its path from the root, with `/`, and its text.
+/// A file of the project.
 #[derive(Debug, Clone)]
 pub struct File {
+    /// Its path from the root of the project, with `/`.
     pub path: String,
+    /// Its text.
     pub text: String,
 }
 
@@ -43,9 +45,11 @@ pub fn files(folder: &str, ending: &str) -> Vec<File> {
 }
 
 /// A fenced block of Markdown.
+#[derive(Debug)]
 pub struct Block<'p> {
     /// Text behind the first fence.
     pub language: &'p str,
+    /// The lines between the fences.
     pub lines: Vec<&'p str>,
 }
 
@@ -147,7 +151,7 @@ fn owner(
             return match modules[&at].imported.get(name) {
                 // Names of other crates lead to themselves.
                 Some(_) if depth > 8 => None,
-                Some(path) => owner(modules, &at, &[path, after].concat(), depth + 1),
+                Some(path) => owner(modules, &at, &[&path[..], after].concat(), depth + 1),
                 None => Some(at),
             };
         }

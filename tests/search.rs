@@ -583,3 +583,13 @@ fn no_block_is_worse_than_modelopts_sweep() {
     }
     assert!(blocks >= 2048);
 }
+
+#[test]
+fn every_rule_is_known_by_its_name() {
+    for rule in ScaleRule::ALL {
+        assert_eq!(rule.row().name.parse(), Ok(rule));
+        let json = serde_json::to_string(&rule).expect("a unit variant");
+        assert_eq!(json.trim_matches('"'), rule.row().name);
+    }
+    assert!("nearest".parse::<ScaleRule>().is_err());
+}

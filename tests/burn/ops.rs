@@ -1044,7 +1044,10 @@ fn importance_that_does_not_fit_is_an_error() {
     let negative = Importance::Channels(&[-1.0; 64]);
     let sse = Fp4Scheme::nvfp4().with_method(Method::SSE);
     let error = quantize_by_importance(tensor.clone(), 0, &sse, negative).unwrap_err();
-    assert!(matches!(error, OpsError::Search(SearchError::Weight { channel: 0, .. })), "{error}");
+    assert!(
+        matches!(error, OpsError::Search(SearchError::ChannelWeight { channel: 0, .. })),
+        "{error}"
+    );
     let narrow = Gram::of(&[1.0; 32], 32).unwrap();
     let gptq = quantize_gptq(tensor.clone(), 0, &scheme, &Gptq::default(), &narrow);
     assert!(matches!(gptq, Err(OpsError::Format(_))));

@@ -56,19 +56,19 @@ pub(crate) fn target(out: &Path, dialect: &str) -> Result<PathBuf, CliError> {
     let path: PathBuf = out.components().collect();
     let shown = path.display();
     match (dialect == GGUF, is_gguf(&path)) {
-        (true, false) => Err(CliError::Choice(format!(
+        (true, false) => Err(CliError::Conflict(format!(
             "{shown}: the dialect `{GGUF}` is a file; pass an --out that ends in .gguf, or another \
              --dialect"
         ))),
         (false, false)
             if path.extension().is_some_and(|end| end.eq_ignore_ascii_case("safetensors")) =>
         {
-            Err(CliError::Choice(format!(
+            Err(CliError::Conflict(format!(
                 "{shown}: the dialect `{dialect}` is a folder of files; pass an --out that does \
                  not end in .safetensors"
             )))
         }
-        (false, true) => Err(CliError::Choice(format!(
+        (false, true) => Err(CliError::Conflict(format!(
             "{shown}: the dialect `{dialect}` is a folder; pass an --out that does not end in \
              .gguf, or --dialect {GGUF}"
         ))),

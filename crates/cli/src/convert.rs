@@ -227,7 +227,7 @@ fn dialect_of(arguments: &Arguments) -> Result<&str, CliError> {
             let names = dialect::written().join(", ");
             let what =
                 format!("nothing says which dialect to write; pass --dialect, one of {names}");
-            Err(CliError::Choice(what))
+            Err(CliError::Conflict(what))
         }
     }
 }

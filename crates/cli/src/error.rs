@@ -121,7 +121,7 @@ pub enum CliError {
     Recipe(#[from] RecipeError),
     /// Choices that exclude each other.
     #[error("{0}")]
-    Choice(String),
+    Conflict(String),
     /// A file has no statistics of a weight.
     #[error(
         "{path}: no statistics of `{weight}`; write them for the whole model with {made_by}, or \

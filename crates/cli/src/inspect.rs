@@ -19,7 +19,7 @@ use crate::progress;
 use crate::quantize::by_default;
 use crate::remarks::{Remarks, Warning};
 use crate::size::Size;
-use crate::table::{Column, Order, table, width, wrapped};
+use crate::table::{Column, ColumnOrder, table, width, wrapped};
 use crate::tried::{Trial, Tried};
 use crate::unmet::unmet;
 use crate::warnings::help;
@@ -317,7 +317,7 @@ impl Totals {
 }
 
 /// The format of a weight goes last.
-const WEIGHTS: Order<'_> = Order {
+const WEIGHTS: ColumnOrder<'_> = ColumnOrder {
     first: &[
         "largest\nscale",
         "tensor\nscale",
@@ -330,8 +330,8 @@ const WEIGHTS: Order<'_> = Order {
     last: &[],
 };
 /// The size of the weights of a format goes last.
-const FORMATS: Order<'_> =
-    Order { first: &["share", "bits a\nweight", "weights"], then: &[], last: &[] };
+const FORMATS: ColumnOrder<'_> =
+    ColumnOrder { first: &["share", "bits a\nweight", "weights"], then: &[], last: &[] };
 
 impl Report {
     fn text(&self, all: bool, width: Option<u16>) -> String {

@@ -19,7 +19,7 @@ pub(crate) enum Column {
 
 /// The order in which columns are left out where a terminal is narrow, from the start of each list.
 /// The names in the first column, and columns of none of the lists, stay.
-pub(crate) struct Order<'o> {
+pub(crate) struct ColumnOrder<'o> {
     /// Columns that go before names are cut.
     pub(crate) first: &'o [&'o str],
     /// Columns that go when names are cut to [`NARROWEST`].
@@ -45,7 +45,7 @@ const GAP: usize = 2;
 /// a last line names them. The names in the first column are cut at the left.
 pub(crate) fn table(
     columns: &[(&str, Column)],
-    order: &Order<'_>,
+    order: &ColumnOrder<'_>,
     mut rows: Vec<Vec<String>>,
     width: Option<u16>,
 ) -> String {
@@ -257,7 +257,8 @@ mod tests {
     const FACTS: [(&str, Column); 3] =
         [("weight", Column::Name), ("bytes", Column::Figure), ("note", Column::Text)];
 
-    const ORDER: Order<'_> = Order { first: &["bytes"], then: &["note"], last: &["format"] };
+    const ORDER: ColumnOrder<'_> =
+        ColumnOrder { first: &["bytes"], then: &["note"], last: &["format"] };
 
     fn shown(names: &[&str], width: u16) -> String {
         let row = |name: &&str| vec![(*name).to_owned(), "1.0 MB".to_owned(), "a note".repeat(9)];

@@ -22,8 +22,7 @@
 //! | `int8.rs`           | [`Int8Matrix`]: an output layer of signed bytes                     |
 //! | `tensor.rs`         | [`Fp4Tensor`]: codes and scales on a device                         |
 //! | `burn_data.rs`      | [`Fp4Tensor`] as data of Burn's own quantized tensors               |
-//! | `layout.rs`         | [`Fp4Layout`]: format, shape and blocked axis                       |
-//! | `primitive.rs`      | [`Fp4Primitive`]: codes and scales as tensors of a backend          |
+//! | `layout.rs`         | [`Fp4Layout`]: format, shape, axis; [`Fp4Primitive`]: the tensors   |
 //! | `importance.rs`     | quantization for given activations                                  |
 //! | `gram.rs`           | [`GramSum`]: statistics of activations                              |
 //! | `gptq.rs`           | GPTQ, which compensates rounding errors                             |
@@ -60,7 +59,6 @@ mod layout;
 mod matmul;
 mod matmul_path;
 pub mod modelopt;
-mod primitive;
 mod quantize;
 mod saturated;
 mod tensor;
@@ -104,10 +102,9 @@ pub use hessian_factor::HessianFactor;
 pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use int8::Int8Matrix;
 pub use interpret::Interpreter;
-pub use layout::Fp4Layout;
+pub use layout::{Fp4Layout, Fp4Primitive};
 pub use matmul::{embedding, linear, linear_with, matmul};
 pub use matmul_path::{DequantizeReason, MatmulPath, matmul_path};
-pub use primitive::Fp4Primitive;
 pub use quantize::{amax, quantize};
 pub use saturated::Saturated;
 pub use tensor::{Fp4Tensor, without_padding};

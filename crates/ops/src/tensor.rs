@@ -8,8 +8,7 @@ use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale, check_scales};
 use crate::devices::extension::Fp4Backend;
 use crate::devices::weight_data;
 use crate::error::OpsError;
-use crate::layout::{Fp4Layout, check_dtype};
-use crate::primitive::Fp4Primitive;
+use crate::layout::{Fp4Layout, Fp4Primitive, check_dtype};
 
 /// A quantized tensor of rank `D` on a device: codes and scales, about 4.5 bits per value.
 ///
@@ -240,9 +239,7 @@ impl<const D: usize> Fp4Tensor<D> {
     pub fn into_dense(self, dtype: FloatDType) -> Tensor<D> {
         // Dequantization and the product that reads it have to follow each other in the stream.
         #[cfg(feature = "cube")]
-        if crate::fusion::is_active(&self.device()) {
-            crate::fusion::flush_for_product(&self.device());
-        }
+        crate::fusion::flush_for_product(&self.device());
         let (packed, layout) = self.into_primitive();
         // Engines write the dtypes they read; any other is cast from f32.
         let written = match dtype {

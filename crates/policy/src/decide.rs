@@ -2,17 +2,17 @@
 //!
 //! A weight is kept for the first [`Reason`] that there is. Where readers run layers as one (query,
 //! key and value; gate and up) all of them are kept if one is, and those that are not share a
-//! tensor scale.
+//! tensor scale. Such layers are a family: [`families`].
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
+use std::hash::Hash;
 use std::iter;
 
 use burn_fp4_search::formats::Fp4Format;
 use burn_fp4_search::{Fp4Scheme, Method, Sse, TensorScaling};
 
 use crate::error::{PolicyError, RecipeError};
-use crate::families::{families, keep_together};
 use crate::pattern::Patterns;
 use crate::preset::{Names, Preset};
 use crate::reason::Reason;
@@ -255,6 +255,52 @@ impl Policy {
     }
 }
 
+/// Finds the families: members with equal keys, by their numbers, in the order of the first ones. A
+/// member without a key is in none, and one with a key of its own is alone.
+///
+/// Names are the keys of files and of lists that a user has written ([`Family`]); statistics of
+/// inputs, by their identity, belong to layers that were seen to run.
+///
+/// ```
+/// use burn_fp4_policy::{Family, Reason, families, keep_together};
+///
+/// let (names, lists) = (["mlp.gate", "mlp.up", "mlp.down"], [["gate", "up"]]);
+/// let found = families(names.iter().map(|name| Family::of(name, &lists)));
+/// assert_eq!(found, [[0, 1]]);
+/// let mut reasons = [None, Some(Reason::NotAsked), None];
+/// keep_together(|at| names[at], &found, &mut reasons);
+/// assert_eq!(reasons[0], Some(Reason::With("mlp.up".to_owned())));
+/// assert_eq!(reasons[2], None);
+/// ```
+#[must_use]
+pub fn families<K: Eq + Hash>(keys: impl Iterator<Item = Option<K>>) -> Vec<Vec<usize>> {
+    let mut numbers: HashMap<K, usize> = HashMap::new();
+    let mut families: Vec<Vec<usize>> = Vec::new();
+    for (at, key) in keys.enumerate() {
+        let Some(key) = key else { continue };
+        let number = *numbers.entry(key).or_insert(families.len());
+        match families.get_mut(number) {
+            Some(members) => members.push(at),
+            None => families.push(vec![at]),
+        }
+    }
+    families
+}
+
+/// Keeps all of a family if one is kept.
+pub fn keep_together<'n>(
+    name: impl Fn(usize) -> &'n str,
+    families: &[Vec<usize>],
+    reasons: &mut [Option<Reason>],
+) {
+    for members in families {
+        let Some(&kept) = members.iter().find(|&&at| reasons[at].is_some()) else { continue };
+        for &at in members {
+            reasons[at].get_or_insert_with(|| Reason::With(name(kept).to_owned()));
+        }
+    }
+}
+
 /// The entries of a recipe for some of the weights, ready to be matched.
 struct Entries<'r> {
     names: Patterns<'r>,
@@ -395,7 +441,13 @@ fn listed(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::families::Family;
+    use crate::weight::Family;
+
+    #[test]
+    fn families_are_in_the_order_of_their_first_members() {
+        let keys = [Some(7), None, Some(3), Some(7), Some(3), Some(5)];
+        assert_eq!(families(keys.into_iter()), [vec![0, 3], vec![2, 4], vec![5]]);
+    }
 
     /// Decides about weights that a user has listed, the last of which is of another list.
     fn listed(schemes: [Fp4Scheme; 3]) -> Result<Decisions, PolicyError> {

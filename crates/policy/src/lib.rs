@@ -26,10 +26,9 @@
 //! |---|---|
 //! | `recipe.rs` | [`Recipe`]: the choices for the weights of a model, as TOML |
 //! | `recipe_file.rs` | [`RecipeFile`]: a recipe in a file, whose errors name the line |
-//! | `decide.rs` | [`Policy`]: from choices and weights to decisions |
+//! | `decide.rs` | [`Policy`]: from choices and weights to decisions; [`families`] of weights |
 //! | `weight.rs` | [`WeightInfo`] and [`Constraints`]: facts that the caller supplies |
 //! | `preset.rs` | [`Preset`]: lists of names that are worth 4 bits |
-//! | `families.rs` | [`families`]: weights with the same input, by names or by inputs |
 //! | `reason.rs` | [`Reason`]: why a weight is kept |
 //! | `pattern.rs` | [`Pattern`]: a name pattern in everyone's syntax; [`Patterns`]: a list |
 //! | `nearest.rs` | the pattern that a user may have meant |
@@ -41,7 +40,6 @@
 
 mod decide;
 mod error;
-mod families;
 pub mod fold;
 mod nearest;
 mod pattern;
@@ -52,12 +50,11 @@ mod recipe_file;
 mod weight;
 
 pub use burn_fp4_search as search;
-pub use decide::{Decision, Decisions, Policy};
+pub use decide::{Decision, Decisions, Policy, families, keep_together};
 pub use error::{PolicyError, RecipeError};
-pub use families::{Family, families, keep_together, stem};
 pub use pattern::{Matcher, Pattern, Patterns, Syntax, nearest_pattern};
 pub use preset::{Preset, PresetRow};
 pub use reason::Reason;
 pub use recipe::{Recipe, RecipeFormat, RecipeWeights};
 pub use recipe_file::RecipeFile;
-pub use weight::{Constraints, Fused, Role, WeightInfo};
+pub use weight::{Constraints, Family, Fused, Role, WeightInfo, stem};

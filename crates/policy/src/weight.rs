@@ -1,8 +1,7 @@
-//! [`WeightInfo`] and [`Constraints`]: the facts that decisions are made from.
+//! [`WeightInfo`], its [`Family`] and [`Constraints`]: the facts that decisions are made from.
 
 use burn_fp4_search::formats::Fp4Format;
 
-use crate::families::Family;
 use crate::reason::Reason;
 
 /// Facts about a weight, from its name, shape and owner; its values are not needed.
@@ -30,6 +29,50 @@ pub struct WeightInfo<'w> {
     pub cols: usize,
     /// True if the model's parameter is `[inputs, outputs]`.
     pub transposed: bool,
+}
+
+/// Family of a layer: query, key and value; gate and up.
+///
+/// ```
+/// use burn_fp4_policy::Family;
+///
+/// let lists = [["q_proj", "k_proj"], ["gate", "up"]];
+/// let family = Family::of("layers.0.mlp.up", &lists).expect("its name is in a list");
+/// assert_eq!((family.parent, family.list), ("layers.0.mlp.", 1));
+/// assert_eq!(Family::of("layers.0.mlp.gate", &lists), Some(family));
+/// assert_eq!(Family::of("layers.0.mlp.down", &lists), None);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Family<'n> {
+    /// The names before the layer's own.
+    pub parent: &'n str,
+    /// Number of the list that the layer's name is in.
+    pub list: usize,
+    /// Name of the weight in its layer, where layers have several; otherwise empty.
+    pub parameter: &'n str,
+}
+
+impl<'n> Family<'n> {
+    /// Finds the family of a module by the first of the lists with an end of its name.
+    #[must_use]
+    pub fn of<L: AsRef<[S]>, S: AsRef<str>>(module: &'n str, lists: &[L]) -> Option<Self> {
+        let parent = |ends: &L| ends.as_ref().iter().find_map(|end| stem(module, end.as_ref()));
+        let of = |(list, ends)| Some(Self { parent: parent(ends)?, list, parameter: "" });
+        lists.iter().enumerate().find_map(of)
+    }
+}
+
+/// Returns the part of a module's name before `end`, if it ends so at a dot.
+///
+/// ```
+/// use burn_fp4_policy::stem;
+///
+/// assert_eq!(stem("layers.0.o_proj", "o_proj"), Some("layers.0."));
+/// assert_eq!(stem("layers.0.qo_proj", "o_proj"), None);
+/// ```
+#[must_use]
+pub fn stem<'m>(module: &'m str, end: &str) -> Option<&'m str> {
+    module.strip_suffix(end).filter(|stem| stem.is_empty() || stem.ends_with('.'))
 }
 
 /// Role of a weight in its model.

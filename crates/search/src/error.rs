@@ -35,7 +35,7 @@ pub enum SearchError {
     UnknownRule(String),
     /// A weight of an input channel is not usable.
     #[error("the weight of input channel {channel} is {found}: it must be finite and not negative")]
-    Weight {
+    ChannelWeight {
         /// The channel.
         channel: usize,
         /// Its weight.

@@ -49,7 +49,7 @@ impl<'a> Importance<'a> {
     ///
     /// # Errors
     /// [`SearchError::Importance`] for another kind, [`SearchError::Format`] for a wrong length,
-    /// [`SearchError::Weight`] for a weight that is negative or not finite.
+    /// [`SearchError::ChannelWeight`] for a weight that is negative or not finite.
     pub fn check(self, scheme: &Fp4Scheme, cols: usize) -> Result<(), SearchError> {
         let (method, block_size) = (scheme.method, scheme.block_size);
         if method == Method::Sse(Sse::TensorScale) {
@@ -80,7 +80,9 @@ impl<'a> Importance<'a> {
             Self::Channels(weights) => {
                 check_length("channel weights", cols, weights.len())?;
                 match weights.iter().position(|weight| !(weight.is_finite() && *weight >= 0.0)) {
-                    Some(channel) => Err(SearchError::Weight { channel, found: weights[channel] }),
+                    Some(channel) => {
+                        Err(SearchError::ChannelWeight { channel, found: weights[channel] })
+                    }
                     None => Ok(()),
                 }
             }

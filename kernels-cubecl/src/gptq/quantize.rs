@@ -83,7 +83,7 @@ pub fn quantize_gptq(
     let f32s = |count: usize| client.empty(4 * count);
     let size = problem.scheme.block_size;
     let view = View::along(&[size, rows], 0);
-    let weight = Weight {
+    let weight = WeightState {
         client,
         device,
         hessian_factor,
@@ -109,7 +109,7 @@ pub fn quantize_gptq(
 const GROUP: usize = Gptq::GROUP;
 
 /// A weight in the course of quantization.
-struct Weight<'a> {
+struct WeightState<'a> {
     client: &'a Client,
     device: &'a Capability,
     hessian_factor: &'a HessianFactorHandles,
@@ -163,7 +163,7 @@ macro_rules! for_items {
 }
 
 /// Arguments of kernels.
-impl Weight<'_> {
+impl WeightState<'_> {
     /// Returns the memory of an f32 matrix `[.., width]` from a row on.
     fn from(matrix: &Handle, row: usize, width: usize) -> Handle {
         matrix.clone().offset_start((4 * row * width) as u64)
@@ -227,7 +227,7 @@ impl Weight<'_> {
 }
 
 /// Steps of the algorithm.
-impl Weight<'_> {
+impl WeightState<'_> {
     /// Runs steps 1 to 3: rounds block after block and propagates the errors to later channels.
     fn round(&self) -> Result<(), Refusal> {
         let factor = &self.hessian_factor.factor;

@@ -137,7 +137,7 @@ fn lane(m: u32, #[comptime] plan: Mma) -> Lane {
 
 /// Registers that a unit loads for a round.
 #[derive(CubeType)]
-struct Loaded<W: Size, X: Size> {
+struct RoundRegisters<W: Size, X: Size> {
     /// Four words of codes, for two rows of every tile.
     words: Array<Vector<u32, W>>,
     /// The scales of their blocks, in a word.
@@ -151,7 +151,7 @@ struct Loaded<W: Size, X: Size> {
 fn load_round<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     round: u32,
-    loaded: &mut Loaded<W, X>,
+    loaded: &mut RoundRegisters<W, X>,
     lane: &Lane,
     #[comptime] plan: Mma,
 ) {
@@ -223,7 +223,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
 
     let takes_input = comptime!(plan.takes_input());
     let length = comptime!(if takes_input { 4 } else { (2 * copied(plan)).max(1) });
-    let mut loaded = Loaded::<W, X> {
+    let mut loaded = RoundRegisters::<W, X> {
         words: Array::<Vector<u32, W>>::new(comptime!((2 * n_tiles) as usize)),
         scales: Array::<u32>::new(comptime!((2 * n_tiles) as usize)),
         copies: Array::<Vector<u32, X>>::new(comptime!(length as usize)),

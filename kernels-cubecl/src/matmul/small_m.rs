@@ -168,7 +168,7 @@ fn n_tile(tile: u32, lane: &Lane, #[comptime] plan: SmallM) -> NTile {
 
 /// Registers that a lane loads for a step.
 #[derive(CubeType)]
-struct Loaded<W: Size, X: Size> {
+struct StepRegisters<W: Size, X: Size> {
     /// Two vectors of codes of both rows.
     codes: Array<Vector<u32, W>>,
     /// The scales of their blocks, in a word.
@@ -183,7 +183,7 @@ fn load_step<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     weight: &PackedIn<S, W>,
     n: u32,
-    loaded: &mut Loaded<W, X>,
+    loaded: &mut StepRegisters<W, X>,
     tile: u32,
     step: u32,
     lane: &Lane,
@@ -356,10 +356,10 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
     let tiles = n.div_ceil(comptime!(plan.tile_n()));
     let mut load_tile = rows.cube;
     let mut load_at = 0u32.runtime();
-    let mut loaded = Sequence::<Loaded<W, X>>::new();
+    let mut loaded = Sequence::<StepRegisters<W, X>>::new();
     #[unroll]
     for _ in 0..PIPELINE_STAGES {
-        let mut next = Loaded::<W, X> {
+        let mut next = StepRegisters::<W, X> {
             codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS_PER_LANE as usize)),
             scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
             input: Array::<Vector<u32, X>>::new(comptime!(plan.copies().max(1) as usize)),
@@ -483,7 +483,7 @@ fn share_input<X: Size>(
 fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     operands: &Operands<F, S, W, X>,
     definition: &MmaDefinition<F, F, f32>,
-    loaded: &Loaded<W, X>,
+    loaded: &StepRegisters<W, X>,
     from: u32,
     shared: &[Vector<u32, X>],
     sums: &mut Sequence<Array<Vector<f32, NC>>>,

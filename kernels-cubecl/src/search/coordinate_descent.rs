@@ -88,7 +88,7 @@ pub(crate) fn descend<H: Size>(
 
 /// Result of trying a scale.
 #[derive(CubeType, Clone, Copy)]
-struct Outcome {
+struct TriedScale {
     /// Infinite if the scale cannot be better than the best.
     cost: f32,
     /// See [`Limits`].
@@ -105,7 +105,7 @@ fn try_scale<H: Size>(
     normalization: &BlockNormalization,
     hessian: &BlockHessian<'_, H>,
     #[comptime] blueprint: Blueprint,
-) -> Outcome {
+) -> TriedScale {
     let size = comptime!(blueprint.block_size);
     let words = comptime!(size / 8);
     let hessian = again::<H>(hessian, tried.code);
@@ -153,7 +153,7 @@ fn try_scale<H: Size>(
             found[word as usize] = select(improved, moved, kept);
         }
     }
-    Outcome { cost: result, clipped: limits.clipped }
+    TriedScale { cost: result, clipped: limits.clipped }
 }
 
 /// Square roots of lower bounds of the cost of errors.

@@ -19,7 +19,7 @@ use crate::percent::Percent;
 use crate::print::{print, print_json};
 use crate::progress;
 use crate::remarks::Remarks;
-use crate::table::{Column, Order, table, width, wrapped};
+use crate::table::{Column, ColumnOrder, table, width, wrapped};
 use crate::warnings::help;
 use report::{Relation, Report, Row};
 
@@ -95,8 +95,11 @@ pub(crate) struct Sums {
 const FROM: [&str; 2] = ["--from-a", "--from-b"];
 
 /// The errors and the format of B go last.
-const ORDER: Order<'_> =
-    Order { first: &["largest\ndifference", "shape", "A"], then: &[], last: &["mean\nerror", "B"] };
+const ORDER: ColumnOrder<'_> = ColumnOrder {
+    first: &["largest\ndifference", "shape", "A"],
+    then: &[],
+    last: &["mean\nerror", "B"],
+};
 
 /// Rows of a table, and names, that are printed without --all.
 const SHOWN: usize = 20;

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::fold::{Folded, fold};
 use crate::number::number;
-use crate::table::{self, Column, Order};
+use crate::table::{self, Column, ColumnOrder};
 
 /// A method on a weight.
 #[derive(Debug, Clone, Serialize)]
@@ -24,13 +24,13 @@ pub(crate) struct Evaluation {
     pub(crate) damping: Option<f64>,
     /// The result.
     #[serde(flatten)]
-    pub(crate) outcome: Outcome,
+    pub(crate) outcome: EvaluationResult,
 }
 
 /// The errors of a method on a weight, or the reason why it failed.
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
-pub(crate) enum Outcome {
+pub(crate) enum EvaluationResult {
     /// It ran.
     Measured(Figures),
     /// It did not.
@@ -71,16 +71,16 @@ impl Evaluation {
     /// The figures, if the method ran.
     pub(crate) fn figures(&self) -> Option<&Figures> {
         match &self.outcome {
-            Outcome::Measured(figures) => Some(figures),
-            Outcome::Failed { .. } => None,
+            EvaluationResult::Measured(figures) => Some(figures),
+            EvaluationResult::Failed { .. } => None,
         }
     }
 
     /// Why the method failed.
     pub(crate) fn error(&self) -> Option<&str> {
         match &self.outcome {
-            Outcome::Measured(_) => None,
-            Outcome::Failed { error } => Some(error),
+            EvaluationResult::Measured(_) => None,
+            EvaluationResult::Failed { error } => Some(error),
         }
     }
 }
@@ -97,7 +97,7 @@ pub(crate) fn folded(evaluations: &[Evaluation]) -> Vec<Evaluation> {
         let figures: Vec<&Figures> = members().filter_map(Evaluation::figures).collect();
         let outcome = match figures.is_empty() {
             true => first.outcome.clone(),
-            false => Outcome::Measured(Figures::mean(&figures)),
+            false => EvaluationResult::Measured(Figures::mean(&figures)),
         };
         Evaluation { name: folded.name.clone(), outcome, ..first.clone() }
     };
@@ -120,7 +120,7 @@ impl Figures {
 }
 
 /// The method and its error on other activations go last.
-const ORDER: Order<'_> = Order {
+const ORDER: ColumnOrder<'_> = ColumnOrder {
     first: &["SQNR\ndB", "seconds", "calibration\nerror, %", "weight\nerror, %"],
     then: &[],
     last: &["format"],
@@ -142,14 +142,14 @@ pub(crate) fn table(evaluations: &[Evaluation], width: Option<u16>) -> String {
         let format = format!("{} {}", evaluation.format, evaluation.block);
         let mut row = vec![evaluation.name.clone(), format, evaluation.label()];
         match &evaluation.outcome {
-            Outcome::Measured(figures) => row.extend([
+            EvaluationResult::Measured(figures) => row.extend([
                 format!("{:.3}", figures.weight_error_percent),
                 format!("{:.3}", figures.calibration_error_percent),
                 format!("{:.3}", figures.evaluation_error_percent),
                 format!("{:.2}", figures.sqnr_db),
                 format!("{:.3}", figures.seconds),
             ]),
-            Outcome::Failed { .. } => row.extend(["failed"; 5].map(str::to_owned)),
+            EvaluationResult::Failed { .. } => row.extend(["failed"; 5].map(str::to_owned)),
         }
         row
     };

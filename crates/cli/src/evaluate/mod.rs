@@ -21,7 +21,7 @@ use crate::listed::{file_ending, methods, one_of};
 use crate::print::{note, print, print_json};
 use crate::progress;
 use crate::table::width;
-use evaluation::{Evaluation, Figures, Outcome, folded, table};
+use evaluation::{Evaluation, EvaluationResult, Figures, folded, table};
 use tensors::{Matrix, matrix};
 
 /// Compare methods on the weights of a file: the error of the weights, and of the outputs of their
@@ -42,12 +42,12 @@ pub(crate) struct Arguments {
     #[arg(
         long,
         value_delimiter = ',',
-        value_parser = one_of::<Choice>(choices()),
+        value_parser = one_of::<MethodArg>(choices()),
         hide_possible_values = true,
         help = METHODS,
         long_help = methods(METHODS),
     )]
-    methods: Vec<Choice>,
+    methods: Vec<MethodArg>,
     /// Formats, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "nvfp4,mxfp4")]
     formats: Vec<Fp4Format>,
@@ -77,7 +77,7 @@ fn svg_file(name: &str) -> Result<PathBuf, String> {
 
 /// A method, or all of them.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Choice {
+enum MethodArg {
     All,
     One(Method),
 }
@@ -91,7 +91,7 @@ fn choices() -> Vec<&'static str> {
     ["all"].into_iter().chain(Method::NAMED.map(|row| row.name)).collect()
 }
 
-impl FromStr for Choice {
+impl FromStr for MethodArg {
     type Err = SearchError;
 
     fn from_str(name: &str) -> Result<Self, SearchError> {
@@ -112,7 +112,7 @@ struct Layer {
 
 /// A method with its format, block size and damping.
 #[derive(Clone, Copy)]
-struct Task {
+struct Combination {
     method: Method,
     format: Fp4Format,
     block: usize,
@@ -121,20 +121,23 @@ struct Task {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), CliError> {
-    let tasks = arguments.tasks()?;
+    let combinations = arguments.combinations()?;
     let layers = layers(arguments)?;
 
-    let bar = progress::bar(layers.len() * tasks.len());
+    let bar = progress::bar(layers.len() * combinations.len());
     let mut evaluations = Vec::new();
     for layer in &layers {
         bar.set_message(format!("{}: activations", layer.name));
         let start = Instant::now();
-        let calibrated = tasks.iter().any(|task| task.method.row().calibrated);
+        let calibrated = combinations.iter().any(|combination| combination.method.row().calibrated);
         let gram = calibrated.then(|| Gram::of(&layer.calibration.values, layer.weight.cols));
         let gram_seconds = start.elapsed().as_secs_f64();
-        for task in &tasks {
-            bar.set_message(format!("{} {} {}", layer.name, task.format, task.method));
-            evaluations.push(evaluate(layer, *task, gram.as_ref(), gram_seconds));
+        for combination in &combinations {
+            bar.set_message(format!(
+                "{} {} {}",
+                layer.name, combination.format, combination.method
+            ));
+            evaluations.push(evaluate(layer, *combination, gram.as_ref(), gram_seconds));
             bar.inc(1);
         }
     }
@@ -181,12 +184,12 @@ fn failures(evaluations: &[Evaluation]) -> Result<(), CliError> {
 impl Arguments {
     /// Every method with every format and block size it is defined for. What was asked for by name
     /// but does not go together is reported.
-    fn tasks(&self) -> Result<Vec<Task>, CliError> {
-        let by_name = !self.methods.is_empty() && !self.methods.contains(&Choice::All);
-        let wanted = |method: &Method| !by_name || self.methods.contains(&Choice::One(*method));
+    fn combinations(&self) -> Result<Vec<Combination>, CliError> {
+        let by_name = !self.methods.is_empty() && !self.methods.contains(&MethodArg::All);
+        let wanted = |method: &Method| !by_name || self.methods.contains(&MethodArg::One(*method));
         let named = Method::NAMED.into_iter().map(|row| row.method);
         let methods: Vec<_> = named.filter(wanted).collect();
-        let mut tasks = Vec::new();
+        let mut combinations = Vec::new();
         let mut refused = Vec::new();
         for &format in &self.formats {
             let own = [format.row().block_size];
@@ -197,11 +200,13 @@ impl Arguments {
                     .map_err(|error| CliError::Nothing(error.to_string()))?;
                 for &method in &methods {
                     if method.row().formats.contains(&format) {
-                        let task = |damping| Task { method, format, block, damping };
+                        let combination = |damping| Combination { method, format, block, damping };
                         if method.gptq().is_some() && !self.damping.is_empty() {
-                            tasks.extend(self.damping.iter().map(|&damping| task(Some(damping))));
+                            combinations.extend(
+                                self.damping.iter().map(|&damping| combination(Some(damping))),
+                            );
                         } else {
-                            tasks.push(task(None));
+                            combinations.push(combination(None));
                         }
                     } else {
                         refused.push(format!("{method} is not defined for {format} {block}"));
@@ -209,19 +214,21 @@ impl Arguments {
                 }
             }
         }
-        if tasks.is_empty() {
+        if combinations.is_empty() {
             return Err(CliError::Nothing(refused.join(", ")));
         }
         if by_name {
             refused.iter().for_each(note);
         }
-        if !self.damping.is_empty() && tasks.iter().all(|task| task.damping.is_none()) {
+        if !self.damping.is_empty()
+            && combinations.iter().all(|combination| combination.damping.is_none())
+        {
             let gptq = Method::NAMED.into_iter().filter(|row| row.method.gptq().is_some());
             let names: Vec<_> = gptq.map(|row| row.name).collect();
             let names = names.join(" and ");
             note(format!("--damping is for {names}, and neither is evaluated"));
         }
-        Ok(tasks)
+        Ok(combinations)
     }
 }
 
@@ -253,25 +260,25 @@ fn layers(arguments: &Arguments) -> Result<Vec<Layer>, CliError> {
 
 fn evaluate(
     layer: &Layer,
-    task: Task,
+    combination: Combination,
     gram: Option<&Result<Gram, SearchError>>,
     gram_seconds: f64,
 ) -> Evaluation {
-    let Task { method, format, block, damping } = task;
-    let outcome = match measure(layer, task, gram, gram_seconds) {
-        Ok(figures) => Outcome::Measured(figures),
-        Err(error) => Outcome::Failed { error: error.to_string() },
+    let Combination { method, format, block, damping } = combination;
+    let outcome = match measure(layer, combination, gram, gram_seconds) {
+        Ok(figures) => EvaluationResult::Measured(figures),
+        Err(error) => EvaluationResult::Failed { error: error.to_string() },
     };
     Evaluation { name: layer.name.clone(), format, block, method, damping, outcome }
 }
 
 fn measure(
     layer: &Layer,
-    task: Task,
+    combination: Combination,
     gram: Option<&Result<Gram, SearchError>>,
     gram_seconds: f64,
 ) -> Result<Figures, CliError> {
-    let Task { method, format, block, damping } = task;
+    let Combination { method, format, block, damping } = combination;
     let weight = &layer.weight;
     let named = |kind: &str| {
         let name = format!("{}.{kind}", layer.name);
@@ -285,7 +292,7 @@ fn measure(
     };
     if gram.is_some() && layer.calibration.values.iter().all(|&value| value == 0.0) {
         let name = &layer.name;
-        return Err(CliError::Choice(format!(
+        return Err(CliError::Conflict(format!(
             "tensor `{name}.calibration`: every value is 0, so a method cannot choose by it; \
              record activations of `{name}.weight` again"
         )));

@@ -117,7 +117,7 @@ impl<'q> Quantizer<'q> {
                 let group = Group::of(model, &job.weights);
                 if how.method.row().calibrated && self.runs(&group)?.len() > 1 {
                     let name = &group.members[0].name;
-                    return Err(CliError::Choice(format!(
+                    return Err(CliError::Conflict(format!(
                         "--device: `{name}` and others share a tensor scale and have different \
                          statistics, which the CPU alone can use; leave --device out"
                     )));
@@ -330,7 +330,7 @@ impl<'q> Quantizer<'q> {
     ) -> CliError {
         let given = matches!(
             source,
-            SearchError::Weight { .. } | SearchError::Hessian { .. } | SearchError::Singular
+            SearchError::ChannelWeight { .. } | SearchError::Hessian { .. } | SearchError::Singular
         );
         if let Some(statistics) = self.statistics.filter(|_| given) {
             return statistics.blame(&group.members[part.first].name, source);

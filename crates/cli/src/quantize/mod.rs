@@ -457,7 +457,7 @@ fn check_statistics(
              writes from a model and a text, `llama` with --save-calibration, and Burn with \
              `Calibration::save`"
         );
-        return Err(CliError::Choice(what));
+        return Err(CliError::Conflict(what));
     };
     statistics.check_any(&chosen.iter().map(|(weight, _)| *weight).collect::<Vec<_>>())?;
     for (weight, method) in chosen {

@@ -232,7 +232,7 @@ impl ResolvedOptions {
         // It is printed, and stands in the task of a run that may be resumed.
         if let Some(path) = recipe.calibration.as_deref().filter(|path| path.to_str().is_none()) {
             let what = format!("{}: expected a path in UTF-8; rename the file", path.display());
-            return Err(CliError::Choice(what));
+            return Err(CliError::Conflict(what));
         }
         let miles = recipe.preset == Some(Preset::Miles);
         if miles {
@@ -246,7 +246,7 @@ impl ResolvedOptions {
                     "the preset `{}` is for {fits}, not {format}; leave out the format",
                     Preset::Miles
                 );
-                return Err(CliError::Choice(what));
+                return Err(CliError::Conflict(what));
             }
             recipe.rule = recipe.rule.or(Some(rule));
             recipe.method = recipe.method.or(Some(Method::Amax));
@@ -265,7 +265,7 @@ impl ResolvedOptions {
         if written.contains(&&*dialect) && !packable.contains(&&*dialect) {
             let names = packable.join(", ");
             let what = format!("the dialect `{dialect}` has no FP4; choose one of {names}");
-            let error = CliError::Choice(what);
+            let error = CliError::Conflict(what);
             return Err(match file {
                 Some(file) => CliError::in_recipe(file, file.line_of_key("dialect"), error),
                 None => error,

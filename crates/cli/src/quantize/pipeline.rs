@@ -39,7 +39,7 @@ pub(super) struct Work<'w, 'c> {
 }
 
 /// A job that is read, and will be quantized.
-struct Loaded<'w> {
+struct ReadJob<'w> {
     job: &'w Job,
     how: Fp4Scheme,
     floats: Floats,
@@ -103,7 +103,7 @@ pub(super) fn run(work: &Work<'_, '_>, output: &mut Output<'_>) -> Result<Vec<Ta
 fn read_ahead<'w, 'c>(
     work: &'w Work<'w, 'c>,
     next: impl Fn() -> Option<&'w Job>,
-    to_quantize: &SyncSender<Loaded<'w>>,
+    to_quantize: &SyncSender<ReadJob<'w>>,
     to_write: &SyncSender<Made<'w, 'c>>,
 ) -> Result<(), CliError> {
     while let Some(job) = next() {
@@ -112,7 +112,7 @@ fn read_ahead<'w, 'c>(
         let all = if let Some(how) = job.how {
             let taken = work.budget.take(job.memory);
             let floats = read(work.model, &job.weights, &work.reader)?;
-            to_quantize.send(Loaded { job, how, floats, taken }).is_ok()
+            to_quantize.send(ReadJob { job, how, floats, taken }).is_ok()
         } else {
             read_kept(work, job, to_write)?
         };
@@ -160,11 +160,11 @@ fn read_kept<'w, 'c>(
 
 fn quantize<'w>(
     work: &Work<'w, '_>,
-    loaded: &Mutex<Receiver<Loaded<'w>>>,
+    loaded: &Mutex<Receiver<ReadJob<'w>>>,
     to_write: &SyncSender<Made<'w, '_>>,
 ) -> Result<(), CliError> {
     let next = || loaded.lock().unwrap_or_else(PoisonError::into_inner).recv();
-    while let Ok(Loaded { job, how, floats, mut taken }) = next() {
+    while let Ok(ReadJob { job, how, floats, mut taken }) = next() {
         let (model, outline) = (work.model, work.outline);
         let weights = work.quantizer.quantize(model, outline, &job.weights, &how, floats)?;
         taken.keep(job.made);

@@ -16,7 +16,7 @@ use crate::counted::counted;
 use crate::fold::{Folded, fold_weights, natural, short, short_reason};
 use crate::remarks::Warning;
 use crate::size::Size;
-use crate::table::{Column, Order, table};
+use crate::table::{Column, ColumnOrder, table};
 
 /// The plan of a tensor.
 #[derive(Serialize)]
@@ -61,7 +61,8 @@ pub(super) struct Report {
 }
 
 /// Order in which columns give way on a narrow terminal.
-const ORDER: Order<'_> = Order { first: &["shape", "size"], then: &["method", "note"], last: &[] };
+const ORDER: ColumnOrder<'_> =
+    ColumnOrder { first: &["shape", "size"], then: &["method", "note"], last: &[] };
 
 /// Schemes that a summary tells.
 const SHOWN: usize = 4;

@@ -68,7 +68,7 @@ impl StatisticsFile {
             return Ok(());
         };
         let found = self.file.tensors().next();
-        Err(CliError::Choice(format!(
+        Err(CliError::Conflict(format!(
             "{}: no statistics of the {} to quantize, such as `{}`; it has {}; write them for this \
              model with {MADE_BY}",
             self.path.display(),
@@ -109,7 +109,7 @@ impl StatisticsFile {
                 "{path}: {holder} holds mean squares only, and method `{method}` needs X^T X; use \
                  {others}"
             );
-            return Err(CliError::Choice(what));
+            return Err(CliError::Conflict(what));
         }
         if usable && found.dtype == DataType::Plain(Dtype::F32) {
             return Ok(());
@@ -123,7 +123,7 @@ impl StatisticsFile {
             found.shape,
             found.dtype
         );
-        Err(CliError::Choice(what))
+        Err(CliError::Conflict(what))
     }
 
     /// Returns true if there is the whole `X^T X` of a weight of these matrices.

@@ -301,7 +301,7 @@ fn nothing_in_common(sides: &[Side; 2], found: &Model<'_>, reference: &Model<'_>
             .first()
             .map_or_else(|| "no weight".to_owned(), |one| format!("`{}`", one.name))
     };
-    CliError::Choice(format!(
+    CliError::Conflict(format!(
         "{}: no weight has the name of one in {} (found {} and {}); pass a reference with the same \
          names",
         sides[0].path,

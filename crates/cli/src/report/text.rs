@@ -6,18 +6,18 @@ use crate::fold::{Folded, fold_weights};
 use crate::percent::Percent;
 use crate::print::warning;
 use crate::size::Size;
-use crate::table::{Column, Order, table, wrapped};
+use crate::table::{Column, ColumnOrder, table, wrapped};
 
 use super::findings::{Report, Row, Side, Text};
 
 /// The differences of the losses go last.
-const TEXTS: Order<'_> = Order {
+const TEXTS: ColumnOrder<'_> = ColumnOrder {
     first: &["tokens", "KL\n99 %", "same\ntop 1", "perplexity", "reference"],
     then: &[],
     last: &[],
 };
 /// The largest errors go last.
-const WEIGHTS: Order<'_> = Order {
+const WEIGHTS: ColumnOrder<'_> = ColumnOrder {
     first: &["shape", "bits", "saturated\nblocks", "format"],
     then: &["largest\nerror"],
     last: &["largest of\noutputs"],

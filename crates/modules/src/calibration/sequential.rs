@@ -8,11 +8,10 @@ use burn_fp4_ops::Gram;
 
 use crate::config::Fp4Config;
 use crate::error::{Fp4Error, caught};
-use crate::pack::job::{Jobs, Quantized};
-use crate::pack::measure::measure;
+use crate::pack::devices::quantize_each;
+use crate::pack::job::Jobs;
 use crate::pack::quantize::attach;
-use crate::pack::run::quantize_each;
-use crate::pack::weight::HessianFactorCache;
+use crate::pack::weight::{HessianFactorCache, Quantized};
 use crate::report::Fp4Report;
 use crate::statistics::Inputs;
 use crate::walk::select::select;
@@ -33,7 +32,7 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     let mut selection = select(module, config)?;
     selection.check_calibration_used(config)?;
     let mut jobs = Jobs::new(&selection);
-    measure(module, &mut jobs, true)?;
+    jobs.measure(module, true)?;
     if !selection.needs_inputs() {
         return attach(module, &selection, jobs);
     }

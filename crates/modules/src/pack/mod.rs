@@ -6,21 +6,17 @@
 //! | file                  | what it holds                                                      |
 //! |-----------------------|--------------------------------------------------------------------|
 //! | `quantize.rs`         | [`quantize_fp4`](crate::Fp4Module::quantize_fp4)                  |
-//! | `job.rs`              | a weight to be quantized, and everything known about it            |
-//! | `measure.rs`          | amax and tied weights, before the first is quantized               |
-//! | `run.rs`              | families of weights, quantized on one device or on several         |
-//! | `weight.rs`           | one weight: its values, its method, its codes                      |
-//! | `outcome.rs`          | errors of weights and of outputs, for the report                   |
+//! | `job.rs`              | a weight to be quantized: amax, ties, statistics, report entry     |
+//! | `devices.rs`          | weights divided among several devices                              |
+//! | `weight.rs`           | one weight or family: its values, method, codes, errors of outputs |
 //! | `packed_parameter.rs` | placeholders; packed weights of a module                           |
 //! | `provided.rs`         | [`pack_fp4`](crate::Fp4Module::pack_fp4): codes from elsewhere     |
 //! | `record.rs`           | records into fresh or quantized modules                            |
 
+pub(crate) mod devices;
 pub(crate) mod job;
-pub(crate) mod measure;
-pub(crate) mod outcome;
 pub(crate) mod packed_parameter;
 pub(crate) mod provided;
 pub(crate) mod quantize;
 pub(crate) mod record;
-pub(crate) mod run;
 pub(crate) mod weight;

@@ -13,7 +13,7 @@ use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, KeepReason, Outcome};
 use crate::walk::parameters::{Parameter, Walk};
 
-use super::outcome::PackedFacts;
+use super::job::PackedFacts;
 use super::packed_parameter::{float_dtype, placeholder};
 
 /// A dense parameter, for which [`pack_fp4`](crate::Fp4Module::pack_fp4) may provide codes and

@@ -15,12 +15,10 @@ use crate::statistics::Calibration;
 use crate::walk::parameters::{MapParameters, map_parameters};
 use crate::walk::select::{ModulePlan, ParameterPlan, select};
 
-use super::job::{Jobs, Quantized};
-use super::measure::measure;
-use super::outcome::PackedFacts;
+use super::devices::run_on_devices;
+use super::job::{Jobs, PackedFacts};
 use super::packed_parameter::placeholder;
-use super::run::{Caches, family_key, pack_family, run_on_devices};
-use super::weight::AnyWeight;
+use super::weight::{AnyWeight, Caches, Quantized, family_key, pack_family};
 
 /// Checks everything, then quantizes.
 pub(crate) fn quantize<M: Module>(
@@ -50,13 +48,15 @@ fn quantize_jobs<M: Module>(
     mut jobs: Jobs<'_>,
     calibration: &Calibration,
 ) -> Result<Fp4Report, Fp4Error> {
-    measure(module, &mut jobs, false)?;
+    jobs.measure(module, false)?;
     jobs.calibrate(selection, calibration)?;
     selection.check_calibrated(|number, _| {
         let source = jobs.source_of(number);
         source.is_some_and(|at| jobs.list[at].task.method_used().method.needs_inputs())
     })?;
-    run_on_devices(module, &mut jobs, calibration.devices())?;
+    if let devices @ [_, _, ..] = calibration.devices() {
+        run_on_devices(module, &mut jobs, devices)?;
+    }
     attach(module, selection, jobs)
 }
 

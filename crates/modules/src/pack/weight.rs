@@ -1,16 +1,22 @@
-//! One weight: its dense values, the method that it is quantized with, and its codes.
+//! A weight, or a family of them: dense values, method, codes, and the errors of outputs.
+//!
+//! A family is what GPTQ quantizes side by side: weights with the same inputs, such as query, key
+//! and value. Any other weight is alone.
 
 use std::any::Any;
+use std::hash::Hash;
 use std::sync::Arc;
 
-use burn::tensor::{Device, Tensor};
+use burn::module::Module;
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_fp4_ops::search::{Method, Needs, Sse};
 use burn_fp4_ops::{
     Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor, Importance, Interpreter, NonFinite, OpsError,
-    TensorScaling, amax, quantize, quantize_by_importance, quantize_with_best_tensor_scale,
-    quantize_with_hessian_factor,
+    TensorScaling, amax, is_host, quantize, quantize_by_importance, quantize_family,
+    quantize_with_best_tensor_scale, quantize_with_hessian_factor,
 };
 use burn_ir::TensorId;
+use rayon::prelude::*;
 
 use crate::packed_weight::PackedWeight;
 use crate::report::Fallback;
@@ -122,6 +128,24 @@ pub(crate) struct WeightTask<'a> {
 pub(crate) struct MethodUsed {
     pub(crate) method: Method,
     pub(crate) fallback: Option<Fallback>,
+}
+
+/// A quantized weight.
+#[derive(Clone)]
+pub(crate) struct Quantized {
+    pub(crate) packed: PackedWeight,
+    pub(crate) used: MethodUsed,
+    pub(crate) output_sums: Option<OutputSums>,
+}
+
+impl Quantized {
+    pub(crate) fn moved_to(self, device: &Device) -> Self {
+        Self {
+            packed: self.packed.to_device(device),
+            output_sums: self.output_sums.map(|sums| sums.to_device(device)),
+            ..self
+        }
+    }
 }
 
 impl WeightTask<'_> {
@@ -262,7 +286,7 @@ pub(crate) struct HessianFactorCache {
 }
 
 impl HessianFactorCache {
-    pub(super) fn of(
+    fn of(
         &mut self,
         gram: &Arc<Gram>,
         options: &Gptq,
@@ -283,5 +307,228 @@ impl HessianFactorCache {
         let factor = Arc::new(HessianFactor::new(gram, options, block_size, &device)?);
         self.last = Some((gram.clone(), factor.clone()));
         Ok(factor)
+    }
+}
+
+/// Returns the key of the family of a weight: those with equal keys are quantized side by side by
+/// GPTQ, if they are on one device. None: it is quantized alone.
+pub(super) fn family_key(task: &WeightTask<'_>) -> Option<impl Eq + Hash + use<>> {
+    let (plan, used) = (task.plan, task.method_used());
+    used.method.gptq()?;
+    let (inputs, slices) = (task.inputs.as_ref()?, plan.slices());
+    // Weights with the same inputs share the Gram matrices themselves.
+    let grams: Vec<_> = (0..slices).map(|slice| inputs.of(slice).map(Arc::as_ptr)).collect();
+    Some((grams, plan.axis_of_matrices()?, plan.scheme.block_size, used))
+}
+
+/// Values that the next family may use again.
+#[derive(Default)]
+pub(super) struct Caches {
+    factors: HessianFactorCache,
+    grams: GramCache,
+}
+
+/// Quantizes the weights of a family, which are on one device. Their values are finite: the
+/// measurement of amax has refused others for GPTQ.
+///
+/// # Errors
+/// [`OpsError`], of any of them: callers report it for the first.
+pub(super) fn pack_family(
+    family: &[(&dyn AnyWeight, &WeightTask<'_>)],
+    caches: &mut Caches,
+) -> Result<Vec<Quantized>, OpsError> {
+    let packed = match family {
+        [(alone, task)] => vec![alone.pack(task, &mut caches.factors)?],
+        _ => pack_side_by_side(family, &mut caches.factors)?,
+    };
+    let members = family.iter().zip(packed);
+    members
+        .map(|((weight, task), packed)| {
+            let output_sums = output_sums(*weight, task, &packed, &mut caches.grams)?;
+            Ok(Quantized { packed, used: task.method_used(), output_sums })
+        })
+        .collect()
+}
+
+fn pack_side_by_side(
+    family: &[(&dyn AnyWeight, &WeightTask<'_>)],
+    factors: &mut HessianFactorCache,
+) -> Result<Vec<PackedWeight>, OpsError> {
+    let slices = family.first().map_or(0, |(_, task)| task.plan.slices());
+    let mut packed = vec![Vec::new(); family.len()];
+    for slice in 0..slices {
+        let of_slice = quantize_slice(family, slice, factors)?;
+        packed.iter_mut().zip(of_slice).for_each(|(slices, next)| slices.push(next));
+    }
+    let weights = family.iter().zip(packed);
+    weights.map(|((weight, task), slices)| weight.stacked(&slices, task)).collect()
+}
+
+/// Quantizes one matrix of each of several weights.
+fn quantize_slice(
+    family: &[(&dyn AnyWeight, &WeightTask<'_>)],
+    slice: usize,
+    factors: &mut HessianFactorCache,
+) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
+    let (weight, WeightTask { plan, inputs, .. }) = family[0];
+    let axis = plan.axis_of_matrices().expect("families are of matrices");
+    let matrices = family.iter().map(|(weight, task)| (weight.matrix(slice), task.scheme()));
+    match (plan.scheme.method.gptq(), inputs.as_ref().and_then(|inputs| inputs.of(slice))) {
+        (Some(options), Some(gram)) => {
+            let factor = factors.of(gram, &options, plan.scheme.block_size, &weight.device())?;
+            quantize_family(matrices.collect(), axis, &factor)
+        }
+        _ => matrices
+            .map(|(matrix, scheme)| quantize_without_inputs(matrix, axis, &scheme))
+            .collect(),
+    }
+}
+
+/// Sums of squares over the outputs of a layer: `tr(E^T H E)` and `tr(W^T H W)`. W are the values
+/// of its weight, E is what quantization changed in them, and H is the Gram matrix of its inputs.
+#[derive(Clone)]
+pub(crate) enum OutputSums {
+    /// Both, summed on the host.
+    Known([f64; 2]),
+    /// A unit, and both in squares of it: `[3]` in f32. The unit is the largest magnitude of W:
+    /// squares of very small or large values would not be f32 numbers.
+    OnDevice(Box<Tensor<1>>),
+}
+
+impl OutputSums {
+    pub(crate) fn to_device(&self, device: &Device) -> Self {
+        match self {
+            Self::Known(sums) => Self::Known(*sums),
+            Self::OnDevice(sums) => Self::OnDevice(Box::new(sums.clone().to_device(device))),
+        }
+    }
+}
+
+/// Sums up the outputs of a weight, if its task asks for it and whole Gram matrices of its inputs
+/// are known: in f64 on a host, in f32 on other devices, whose f64 is slow.
+///
+/// # Errors
+/// [`OpsError`] for a dtype that is not quantized.
+fn output_sums(
+    weight: &dyn AnyWeight,
+    task: &WeightTask<'_>,
+    packed: &PackedWeight,
+    grams: &mut GramCache,
+) -> Result<Option<OutputSums>, OpsError> {
+    let Some((axis, inputs)) = known_inputs(task) else { return Ok(None) };
+    // Slices without inputs have no outputs.
+    let slices = 0..task.plan.slices();
+    let seen = slices.filter_map(|slice| Some((slice, inputs.of(slice)?)));
+    let matrices = |slice| {
+        let values = weight.matrix(slice).cast(DType::F32);
+        let rounded = packed.matrix(slice).dequantize_to(FloatDType::F32);
+        [rounded - values.clone(), values]
+    };
+    if is_host(&weight.device()) {
+        let mut sums = [0.0; 2];
+        for (slice, gram) in seen {
+            for (sum, matrix) in sums.iter_mut().zip(matrices(slice)) {
+                *sum += squared_outputs(gram, matrix, axis)?;
+            }
+        }
+        return Ok(Some(OutputSums::Known(sums)));
+    }
+    let unit = weight.amax()?.clamp_min(f32::MIN_POSITIVE);
+    let mut sums = [Vec::new(), Vec::new()];
+    for (slice, gram) in seen {
+        let gram = grams.of(gram, &weight.device());
+        for (sums, matrix) in sums.iter_mut().zip(matrices(slice)) {
+            let matrix = matrix / unit.clone().unsqueeze::<2>();
+            let product = match axis {
+                0 => gram.clone().matmul(matrix.clone()),
+                _ => matrix.clone().matmul(gram.clone()),
+            };
+            sums.push((product * matrix).sum());
+        }
+    }
+    let [error, energy] = sums.map(|sums| Tensor::cat(sums, 0).sum());
+    Ok(Some(OutputSums::OnDevice(Box::new(Tensor::cat(vec![unit, error, energy], 0)))))
+}
+
+/// Sums the squares of the outputs of a matrix whose inputs are along an axis, in f64. The sum is
+/// infinite if a value is not finite.
+fn squared_outputs(gram: &Gram, matrix: Tensor<2>, axis: usize) -> Result<f64, OpsError> {
+    let rows = if axis == 0 { matrix.transpose() } else { matrix };
+    let rows = rows.into_data();
+    let rows = rows.as_slice::<f32>().expect("f32");
+    match rows.par_iter().all(|value| value.is_finite()) {
+        true => Ok(gram.squared_outputs(rows)?),
+        false => Ok(f64::INFINITY),
+    }
+}
+
+/// Returns the axis of a weight's matrices that inputs are along, and the inputs; nothing unless
+/// the task measures outputs, all slices have a whole Gram matrix, and inputs other than zeros were
+/// seen.
+fn known_inputs<'a>(task: &'a WeightTask<'_>) -> Option<(usize, &'a Inputs)> {
+    let inputs = task.inputs.as_ref().filter(|_| task.measures_outputs)?;
+    let axis = task.plan.axis_of_matrices()?;
+    let whole = inputs.grams().filter(|gram| gram.is_whole()).count();
+    let slices = task.plan.slices();
+    let seen = (0..slices).any(|slice| inputs.of(slice).is_some());
+    (whole >= slices && seen).then_some((axis, inputs))
+}
+
+/// The Gram matrix that was uploaded last: weights that are multiplied by the same activations
+/// follow each other.
+#[derive(Default)]
+struct GramCache {
+    last: Option<(Arc<Gram>, Tensor<2>)>,
+}
+
+impl GramCache {
+    /// Returns the whole matrix in f32.
+    fn of(&mut self, gram: &Arc<Gram>, device: &Device) -> Tensor<2> {
+        if let Some((known, values)) = &self.last
+            && Arc::ptr_eq(known, gram)
+            && values.device() == *device
+        {
+            return values.clone();
+        }
+        // Freed before the next one is uploaded: it may be large.
+        self.last = None;
+        let channels = gram.channels();
+        let mut rows = vec![0.0; channels * channels];
+        rows.par_chunks_exact_mut(channels).enumerate().for_each(|(row, values)| {
+            for (col, value) in values.iter_mut().enumerate() {
+                *value = gram.get(row, col).unwrap_or_default() as f32;
+            }
+        });
+        let data = TensorData::new(rows, [channels, channels]);
+        let values = Tensor::from_data(data, (device, DType::F32));
+        self.last = Some((gram.clone(), values.clone()));
+        values
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Inputs are nearly the same in all channels, and errors cancel for these. In f32 the rounding
+    /// of the terms would be a thousand times the sum.
+    #[test]
+    fn errors_of_outputs_on_hosts_are_exact_where_their_terms_cancel() {
+        let device = Device::flex();
+        let inputs: Vec<f32> = (0..64 * 32).map(|at| 1.0 + 1e-4 * (at % 7) as f32).collect();
+        let gram = Gram::of(&inputs, 32).unwrap();
+        let sign = |at: usize| if at.is_multiple_of(2) { 1.0 } else { -1.0 };
+        let errors: Vec<f32> = (0..32).map(sign).collect();
+        let outputs = inputs.chunks_exact(32).map(|row| -> f64 {
+            row.iter().zip(&errors).map(|(x, error)| f64::from(*x) * f64::from(*error)).sum()
+        });
+        let expected: f64 = outputs.map(|output| output * output).sum();
+        let rows = Tensor::<2>::from_data(TensorData::new(errors, [1, 32]), &device);
+        for (matrix, axis) in [(rows.clone(), 1), (rows.transpose(), 0)] {
+            let found = squared_outputs(&gram, matrix, axis).unwrap();
+            assert!((found - expected).abs() <= 1e-4 * expected, "{found} {expected}");
+        }
+        let infinite = Tensor::<2>::ones([1, 32], &device) / 0.0;
+        assert_eq!(squared_outputs(&gram, infinite, 1).unwrap(), f64::INFINITY);
     }
 }

@@ -16,7 +16,7 @@ pub(super) struct Item {
 
 /// A choice.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Choice {
+pub(super) struct Allocation {
     /// By group the number of its item.
     pub(super) items: Vec<usize>,
     /// No choice within the bytes has a smaller sum of errors than this.
@@ -25,7 +25,7 @@ pub(super) struct Choice {
 
 /// The choice with the least sum of errors that was found within this many bytes; none if even the
 /// smallest items of all groups take more. No group is empty.
-pub(super) fn choose(groups: &[Vec<Item>], bytes: usize) -> Option<Choice> {
+pub(super) fn choose(groups: &[Vec<Item>], bytes: usize) -> Option<Allocation> {
     let hulls: Vec<Vec<usize>> = groups.iter().map(|items| hull(items)).collect();
     let mut items: Vec<usize> = hulls.iter().map(|hull| hull[0]).collect();
     let taken = |items: &[usize]| -> usize {
@@ -61,7 +61,7 @@ pub(super) fn choose(groups: &[Vec<Item>], bytes: usize) -> Option<Choice> {
         left = left + groups[at][items[at]].bytes - groups[at][item].bytes;
         items[at] = item;
     }
-    Some(Choice { items, bound })
+    Some(Allocation { items, bound })
 }
 
 /// The items of a group on its lower convex hull, from the smallest to the one with the least

@@ -13,7 +13,6 @@ use burn_fp4_ops::{Fp4Scheme, OpsError};
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::pack::job::Jobs;
-use crate::pack::measure::measure as tie_weights;
 use crate::pack::packed_parameter::packed_weights;
 use crate::pack::quantize::quantize_and_compare;
 use crate::packed_weight::PackedWeight;
@@ -170,7 +169,7 @@ impl Weights {
         }
 
         let mut jobs = Jobs::new(selection);
-        tie_weights(module, &mut jobs, false)?;
+        jobs.measure(module, false)?;
         let mut first_of: BTreeMap<&str, usize> = BTreeMap::new();
         let mut plans = BTreeMap::new();
         for job in &jobs.list {

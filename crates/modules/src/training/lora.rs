@@ -8,7 +8,7 @@ use burn_fp4_ops::amax;
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
-use crate::pack::outcome::PackedFacts;
+use crate::pack::job::PackedFacts;
 use crate::pack::packed_parameter::{
     check_nothing_trained, packed_weights, with_packed, with_values,
 };

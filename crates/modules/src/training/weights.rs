@@ -11,7 +11,6 @@ use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::fake_quant_weight::{AMAX, FakeQuantSettings, FakeQuantWeight};
 use crate::pack::job::{Job, Jobs};
-use crate::pack::measure::{measure, replace_amaxes};
 use crate::pack::quantize::attach;
 use crate::pack::weight::WeightTask;
 use crate::report::{Fp4Report, KeepReason, Outcome};
@@ -30,7 +29,7 @@ pub(crate) fn fake_quantize<M: Module>(
         check_plan(plan, config)?;
     }
     let mut jobs = Jobs::new(&selection);
-    measure(module, &mut jobs, config.learn_tensor_scale)?;
+    jobs.measure(module, config.learn_tensor_scale)?;
     let mut attach = AttachFakeQuant { config, jobs, learned: BTreeMap::new() };
     *module = module.clone().apply_reparameterization(&mut attach);
     let parameters = selection.parameters.iter().map(|(parameter, plan)| match plan {
@@ -166,8 +165,8 @@ pub(crate) fn convert<M: Module>(module: &mut M) -> Result<Fp4Report, Fp4Error> 
     }
     jobs.take_dense(module, |_| true);
     // An optimizer may have moved weights that were tied by their id apart.
-    measure(module, &mut jobs, false)?;
-    replace_amaxes(&mut jobs, amaxes.into_iter());
+    jobs.measure(module, false)?;
+    jobs.replace_amaxes(amaxes.into_iter());
     // Burn takes attachments off a module as a whole.
     let mut packed = module.clone().materialize();
     let report = attach(&mut packed, &selection, jobs).map_err(|error| match error {

@@ -168,13 +168,15 @@ impl Walk {
 
 impl VisitParameters for Walk {
     fn enter(&mut self, path: &ModulePath, name: &str, container_type: &str) {
-        if container_type == REPARAMETERIZATION && !path.is_attached() {
-            // What is attached to a parameter is visited right after it.
-            let parameter = self.parameters.last_mut().expect("it is attached to a parameter");
-            parameter.reparameterization = Some(name.to_owned());
+        let attached = path.is_attached();
+        if !attached && container_type != REPARAMETERIZATION {
+            return;
         }
-        if let Some(settings) = FakeQuantWeight::settings_of(container_type) {
-            let parameter = self.parameters.last_mut().expect("it is attached to a parameter");
+        // What is attached to a parameter is visited right after it.
+        let parameter = self.parameters.last_mut().expect("it is attached to a parameter");
+        if !attached {
+            parameter.reparameterization = Some(name.to_owned());
+        } else if let Some(settings) = FakeQuantWeight::settings_of(container_type) {
             parameter.fake_quantized = Some(settings);
         }
     }

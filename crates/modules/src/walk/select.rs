@@ -127,7 +127,8 @@ pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<Module
         .collect();
     let fits: Vec<bool> = unfit.iter().map(Option::is_none).collect();
     // Weights of files have families by their names there.
-    let lists = config.files.is_none().then(|| Lists::new(config)).transpose()?;
+    let listed = !(config.share_scale.is_empty() && config.share_scale_of.is_empty());
+    let lists = (config.files.is_none() && listed).then(|| Lists::new(config)).transpose()?;
     let decided = decide(&parameters, &fits, config, lists.as_ref())?;
     let unused = match config.files {
         // A selection of files refuses patterns that match nothing.

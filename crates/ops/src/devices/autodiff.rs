@@ -16,8 +16,7 @@ use burn_fp4_search::{Draw, Fp4Scheme, GramLayout, Hadamard};
 
 use super::extension::Fp4Backend;
 use crate::hessian_factor::HessianFactor;
-use crate::layout::Fp4Layout;
-use crate::primitive::Fp4Primitive;
+use crate::layout::{Fp4Layout, Fp4Primitive};
 use crate::saturated::Saturated;
 use crate::train::recipe::TrainRecipe;
 use crate::train::{gradient, saturation};

@@ -21,12 +21,12 @@ use burn_fp4_search::{Draw, Fp4Scheme, GramLayout, Hadamard};
 use super::portable::bias::add_bias;
 use super::portable::{dequantize, gram, hadamard, on_host, quantize};
 use crate::hessian_factor::HessianFactor;
-use crate::layout::Fp4Layout;
+use crate::layout::{Fp4Layout, Fp4Primitive};
 #[cfg(feature = "cube")]
-use crate::layout::{amax_shape, product_shape, reduced_shape};
-use crate::primitive::Fp4Primitive;
-#[cfg(feature = "cube")]
-use crate::primitive::{packed_by_gptq_metadata, packed_by_importance_metadata, packed_metadata};
+use crate::layout::{
+    amax_shape, packed_by_gptq_metadata, packed_by_importance_metadata, packed_metadata,
+    product_shape, reduced_shape,
+};
 use crate::saturated::Saturated;
 use crate::train::product::{Quantizer, forward};
 use crate::train::recipe::TrainRecipe;

@@ -1,4 +1,5 @@
-//! [`HostDevice`]: the host engine on the tensors of any device in host memory.
+//! [`HostDevice`]: the host engine on the tensors of devices in host memory, Burn's `flex` and
+//! `ndarray`.
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
@@ -10,8 +11,7 @@ use burn_fp4_search::{Activations, Fp4Scheme, GramLayout, Hadamard, Importance};
 use super::extension::Fp4Backend;
 use super::portable::gram;
 use super::portable::on_host::{OwnedImportance, read};
-use crate::layout::Fp4Layout;
-use crate::primitive::Fp4Primitive;
+use crate::layout::{Fp4Layout, Fp4Primitive};
 use crate::saturated::Saturated;
 
 /// A device whose tensors are in host memory.
@@ -95,6 +95,19 @@ impl<B: HostDevice> HostPacked<B> {
     }
 }
 
+/// Puts values into row-major order, in f32.
+fn in_f32<B: HostDevice>(values: FloatTensor<B>) -> FloatTensor<B> {
+    B::contiguous(B::float_cast(values, FloatDType::F32))
+}
+
+/// Borrows the values of a tensor that [`in_f32`] made.
+fn f32s<B: HostDevice>(values: &FloatTensor<B>) -> &[f32] {
+    match B::values(values) {
+        Values::F32(values) => values,
+        Values::F16(_) | Values::Bf16(_) => unreachable!("cast to f32"),
+    }
+}
+
 fn quantize<B: HostDevice>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
@@ -102,10 +115,10 @@ fn quantize<B: HostDevice>(
     scheme: &Fp4Scheme,
     importance: Importance<'_>,
 ) -> Fp4Primitive<B> {
-    let (device, amax) = (values.device(), read::<B>(amax));
+    let (device, amax) = (values.device(), in_f32::<B>(amax));
     let (values, view) = B::contiguous_along(values, axis);
     let packed = each_dtype!(B::values(&values), values => {
-        host::quantize_packed(values, view, scheme, &amax, importance).expect(CHECKED)
+        host::quantize_packed(values, view, scheme, f32s::<B>(&amax), importance).expect(CHECKED)
     });
     Fp4Primitive::from_packed(packed, |data, _its_own_dtype| B::int_from_data(data, &device))
 }
@@ -191,10 +204,11 @@ impl<B: HostDevice> Fp4Backend for B {
         target: DequantTarget,
         _for_gradients: Saturated,
     ) -> FloatTensor<Self> {
-        let (device, shape, amax) = (values.device(), values.shape(), read::<B>(amax));
+        let (device, shape, amax) = (values.device(), values.shape(), in_f32::<B>(amax));
         let (values, view) = (B::contiguous(values), View::along(&shape, axis));
         let output = each_dtype!(B::values(&values), values => filled(&shape, |output| {
-            host::fake_quantize(values, view, &scheme, &amax, target, output).expect(CHECKED);
+            let amax = f32s::<B>(&amax);
+            host::fake_quantize(values, view, &scheme, amax, target, output).expect(CHECKED);
         }));
         B::float_from_data(output, &device)
     }
@@ -227,9 +241,8 @@ impl<B: HostDevice> Fp4Backend for B {
         let sums = burn::tensor::read_sync(B::float_into_data(sums));
         let sums = sums.expect("memory of the host can be read").try_into_vec::<f64>();
         let mut sums = sums.expect("the dtype is f64");
-        let activations = B::contiguous(B::float_cast(activations, FloatDType::F32));
-        let Values::F32(values) = B::values(&activations) else { unreachable!("cast to f32") };
-        host::add_gram(&mut sums, values, layout, first);
+        let activations = in_f32::<B>(activations);
+        host::add_gram(&mut sums, f32s::<B>(&activations), layout, first);
         B::float_from_data(TensorData::new(sums, shape), &device)
     }
 
@@ -248,11 +261,7 @@ impl<B: HostDevice> Fp4Backend for B {
 }
 
 /// Dequantizes in row-major order.
-pub(super) fn dequantize<T: HostElement>(
-    packed: PackedView<'_>,
-    layout: &Fp4Layout,
-    output: &mut [T],
-) {
+fn dequantize<T: HostElement>(packed: PackedView<'_>, layout: &Fp4Layout, output: &mut [T]) {
     host::dequantize(packed, layout.view(), output).expect(CHECKED);
 }
 
@@ -267,4 +276,135 @@ fn filled<T: HostElement + Element>(shape: &[usize], fill: impl FnOnce(&mut [T])
 fn vector(values: Vec<f32>) -> TensorData {
     let len = values.len();
     TensorData::new(values, [len])
+}
+
+/// Burn's `flex` device.
+#[cfg(feature = "flex")]
+mod flex {
+    use burn::backend::Flex;
+    use burn::tensor::{DType, FloatDType, TensorData, bf16, f16};
+    use burn_flex::FlexTensor;
+    use burn_fp4_search::host::{HostElement, PackedView, View};
+    use bytemuck::Pod;
+
+    use super::{CHECKED, HostDevice, Values, dequantize};
+    use crate::devices::scratch;
+    use crate::layout::Fp4Layout;
+
+    impl HostDevice for Flex {
+        fn contiguous(values: FlexTensor) -> FlexTensor {
+            values.to_contiguous()
+        }
+
+        fn contiguous_ints(ints: FlexTensor) -> FlexTensor {
+            ints.to_contiguous()
+        }
+
+        /// Does not copy a transposed matrix, unlike any other strided tensor.
+        fn contiguous_along(values: FlexTensor, axis: usize) -> (FlexTensor, View) {
+            let view = View::along(values.layout().shape(), axis);
+            if values.is_contiguous() {
+                return (values, view);
+            }
+            if values.layout().shape().num_dims() == 2 {
+                let transposed = values.transpose(0, 1);
+                if transposed.is_contiguous() {
+                    let view = View::along(transposed.layout().shape(), 1 - axis);
+                    return (transposed, view);
+                }
+            }
+            (values.to_contiguous(), view)
+        }
+
+        fn values(contiguous: &FlexTensor) -> Values<'_> {
+            match contiguous.dtype() {
+                DType::F16 => Values::F16(contiguous.as_slice().expect(CHECKED)),
+                DType::BF16 => Values::Bf16(contiguous.as_slice().expect(CHECKED)),
+                _ => Values::F32(contiguous.as_slice().expect(CHECKED)),
+            }
+        }
+
+        fn bytes(contiguous: &FlexTensor) -> &[u8] {
+            contiguous.as_slice().expect(CHECKED)
+        }
+
+        fn ints(contiguous: &FlexTensor) -> &[i32] {
+            contiguous.as_slice().expect(CHECKED)
+        }
+
+        /// Writes to the memory of an earlier dense weight.
+        fn dense_data(packed: PackedView<'_>, layout: &Fp4Layout, dtype: FloatDType) -> TensorData {
+            fn to<T: HostElement + Pod>(
+                packed: PackedView<'_>,
+                layout: &Fp4Layout,
+                dtype: FloatDType,
+            ) -> TensorData {
+                let values = scratch::filled(layout.view().len(), |values: &mut [T]| {
+                    dequantize(packed, layout, values);
+                });
+                TensorData::from_bytes(values, layout.shape.clone(), dtype.into())
+            }
+            match dtype {
+                FloatDType::F16 => to::<f16>(packed, layout, dtype),
+                FloatDType::BF16 => to::<bf16>(packed, layout, dtype),
+                _ => to::<f32>(packed, layout, FloatDType::F32),
+            }
+        }
+    }
+}
+
+/// Burn's `ndarray` device, which has f32 only. Burn 0.22 deprecates it in favour of `flex`.
+#[cfg(feature = "ndarray")]
+mod ndarray {
+    use burn::backend::NdArray;
+    use burn_ndarray::NdArrayTensor;
+
+    use super::{HostDevice, Values};
+
+    /// Copies a tensor into row-major order, unless it is in it.
+    macro_rules! contiguous {
+        ($tensor:expr, $variant:ident) => {
+            match $tensor {
+                NdArrayTensor::$variant(storage) if !storage.view().is_standard_layout() => {
+                    storage.view().as_standard_layout().into_owned().into_shared().into()
+                }
+                contiguous => contiguous,
+            }
+        };
+    }
+
+    /// Borrows the elements of a contiguous tensor.
+    macro_rules! elements {
+        ($tensor:expr, $variant:ident) => {
+            match $tensor {
+                NdArrayTensor::$variant(storage) => storage.view().to_slice().expect("contiguous"),
+                other => unreachable!("callers check the dtype: {other:?}"),
+            }
+        };
+    }
+
+    impl HostDevice for NdArray {
+        fn contiguous(values: NdArrayTensor) -> NdArrayTensor {
+            contiguous!(values, F32)
+        }
+
+        fn contiguous_ints(ints: NdArrayTensor) -> NdArrayTensor {
+            match ints {
+                ints @ NdArrayTensor::I32(_) => contiguous!(ints, I32),
+                bytes => contiguous!(bytes, U8),
+            }
+        }
+
+        fn values(contiguous: &NdArrayTensor) -> Values<'_> {
+            Values::F32(elements!(contiguous, F32))
+        }
+
+        fn bytes(contiguous: &NdArrayTensor) -> &[u8] {
+            elements!(contiguous, U8)
+        }
+
+        fn ints(contiguous: &NdArrayTensor) -> &[i32] {
+            elements!(contiguous, I32)
+        }
+    }
 }

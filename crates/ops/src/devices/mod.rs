@@ -3,8 +3,7 @@
 //! | file                     | what it holds                                                     |
 //! |--------------------------|-------------------------------------------------------------------|
 //! | `extension.rs`           | [`Fp4Backend`](crate::Fp4Backend), and the list of devices        |
-//! | `host.rs`                | the host engine, for devices in host memory                       |
-//! | `flex.rs`, `ndarray.rs`  | these devices                                                     |
+//! | `host.rs`                | the host engine on devices in host memory: `flex`, `ndarray`      |
 //! | `decoder.rs`             | operations of a decoder, on devices with code of their own        |
 //! | `flex_decoder.rs`        | these on `flex`                                                   |
 //! | `huge_pages.rs`          | memory of weights, which share huge pages                         |
@@ -15,8 +14,8 @@
 //! | `autodiff.rs`            | gradients                                                         |
 //! | `backend_interpreter.rs` | recorded operations, on any of them                               |
 //!
-//! A device in host memory is a file that implements `HostDevice`, a line in the attribute of
-//! [`Fp4Backend`](crate::Fp4Backend), and an arm of `row` in this file.
+//! A device in host memory is an implementation of `HostDevice` in `host.rs`, a line in the
+//! attribute of [`Fp4Backend`](crate::Fp4Backend), and an arm of `row` in this file.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -34,15 +33,11 @@ pub(crate) mod cube;
 pub(crate) mod decoder;
 pub(crate) mod extension;
 #[cfg(feature = "flex")]
-mod flex;
-#[cfg(feature = "flex")]
 mod flex_decoder;
 #[cfg(any(feature = "flex", feature = "ndarray"))]
 mod host;
 #[cfg(feature = "flex")]
 mod huge_pages;
-#[cfg(feature = "ndarray")]
-mod ndarray;
 #[cfg(not(feature = "cube"))]
 pub(crate) mod no_graph;
 pub mod portable;

@@ -20,32 +20,41 @@
 //!
 //! | file         | what it holds                                                                |
 //! |--------------|------------------------------------------------------------------------------|
-//! | `mod.rs`     | the fuser, its registration, and what waits for it                           |
+//! | `mod.rs`     | the fuser, its registration, what waits for it, and the fused product        |
 //! | `pattern.rs` | the operations that are fused                                                |
-//! | `run.rs`     | the fused product or lookup                                                  |
 
 mod pattern;
-mod run;
 
 use core::cell::RefCell;
+use core::sync::atomic::Ordering;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
 use burn::backend::fusion::observer::{BlockOperations, FusionObservation, FusionObserver};
+use burn::backend::fusion::stream::{Context, ScalarId};
 use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser};
-use burn::backend::ir::OperationIr;
-use burn::tensor::Device;
-use burn_backend::StreamId;
-use burn_cubecl::CubeDevice;
-use burn_cubecl::fusion::{
-    CubeFuser, CubeOptimization, OptimizationProvider, RegistryError, register,
+use burn::backend::ir::{
+    BinaryOpIr, CustomOpIr, MatmulOpIr, OperationIr, ScalarIr, SelectOpIr, TensorIr,
 };
+use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+use burn::tensor::{Device, FloatDType, Shape};
+use burn_backend::StreamId;
+use burn_cubecl::fusion::{
+    CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation,
+    OptimizationProvider, RegistryError, register,
+};
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_fp4_cubecl::{FamilyPlan, Matmul, MatmulPlan};
 
-use self::pattern::Pattern;
-use self::run::FusedProduct;
+use self::pattern::{Adapter, Member, Pattern, Product, Reader, Reshape};
 use crate::devices::cube::device::{may_multiply, with_products};
-use crate::devices::cube::queues;
+use crate::devices::cube::matmul::{DENSE, FUSED, GROUPS, LOOKUPS, Planner};
+use crate::devices::cube::{matmul, queues};
+use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
+use crate::layout::{Fp4Layout, Fp4Primitive};
 
 /// Threads that may have a family at a time. Others run what waits.
 const MAX_THREADS: usize = 64;
@@ -89,9 +98,12 @@ pub(crate) fn is_active(device: &Device) -> bool {
     with_products(device).is_some() && matches!(REGISTERED.get(), Some(Ok(())))
 }
 
-/// Flushes this thread's pending operations, unless all that is pending is the begin of a family of
-/// products, which the next product may join.
+/// Flushes this thread's pending operations if products on the device are fused, unless all that is
+/// pending is the begin of a family of products, which the next product may join.
 pub(crate) fn flush_for_product(device: &Device) {
+    if !is_active(device) {
+        return;
+    }
     queues::submit_with_sync(device, |sync| {
         let stream = StreamId::current();
         let awaits = PENDING
@@ -192,4 +204,346 @@ impl OperationFuser<CubeOptimization> for Fuser {
     fn clone_dyn(&self) -> Box<dyn OperationFuser<CubeOptimization>> {
         Box::new(self.clone())
     }
+}
+
+type Streams = Context<CubeFusionHandle>;
+
+/// Makes the operation at a position of the pattern, to be run unfused.
+type Fallback<'a> = &'a dyn Fn(usize) -> Box<dyn FallbackOperation>;
+
+/// A matched pattern on a device.
+struct FusedProduct {
+    device: CubeDevice,
+    /// One per member, set by the first run, if the device multiplies by kernels.
+    planners: Vec<Planner>,
+    /// The matmuls of the last run with their plan as a family.
+    family: Option<(Vec<Matmul>, Option<FamilyPlan>)>,
+    pattern: Pattern,
+}
+
+/// A product of the pattern in this run.
+struct Planned<'a> {
+    member: &'a Member,
+    product: &'a Product,
+    plan: MatmulPlan,
+    adds_bias: bool,
+}
+
+/// Operands of a product in this run.
+struct Operands {
+    input: CubeTensor,
+    weight: Fp4Primitive<CubeBackend>,
+    bias: Option<CubeTensor>,
+}
+
+impl Planned<'_> {
+    /// Returns true if the operation at a position is between the product's first and last.
+    fn has(&self, at: usize) -> bool {
+        (self.member.at..=self.product.end()).contains(&at)
+    }
+}
+
+impl FusedOperation for FusedProduct {
+    const NAME: &'static str = "burn-fp4 product";
+
+    type State = Pattern;
+
+    fn num_ops_fused(&self) -> usize {
+        self.pattern.len
+    }
+
+    fn run(&mut self, context: &mut Streams, fallback: Fallback<'_>) {
+        let mut planners = core::mem::take(&mut self.planners);
+        let mut last_family = self.family.take();
+        if planners.is_empty() {
+            let client = self.device.client();
+            let planner = |_| Planner::new(&self.device, &client).ok();
+            planners = self.pattern.members.iter().map_while(planner).collect();
+        }
+        let lookup = self.pattern.members.iter().find_map(|member| match &member.reader {
+            Some(Reader::Lookup(select)) => Some((&member.dequantize, select)),
+            _ => None,
+        });
+        let (counter, count) = match lookup {
+            Some((dequantize, select)) => {
+                (self.look_up(dequantize, select, context, fallback).map(|()| &LOOKUPS), 1)
+            }
+            None => {
+                let planned = self.plan(&mut planners, context);
+                let family = family(&planned, context, &mut last_family);
+                self.multiply(&planned, family, context, fallback);
+                let fused = planned.iter().flatten().count();
+                GROUPS.fetch_add(u64::from(fused > 0), Ordering::Relaxed);
+                DENSE.fetch_add((planned.len() - fused) as u64, Ordering::Relaxed);
+                (Some(&FUSED), fused)
+            }
+        };
+        let counter = counter.unwrap_or_else(|| {
+            (0..self.pattern.len).for_each(|at| fallback(at).run(context));
+            &DENSE
+        });
+        counter.fetch_add(count as u64, Ordering::Relaxed);
+        self.planners = planners;
+        self.family = last_family;
+    }
+
+    fn to_state(&self) -> Pattern {
+        self.pattern.clone()
+    }
+
+    fn from_state(device: &CubeDevice, pattern: Pattern) -> Self {
+        Self::new(device.clone(), pattern)
+    }
+}
+
+impl FusedProduct {
+    fn new(device: CubeDevice, pattern: Pattern) -> Self {
+        Self { device, planners: Vec::new(), family: None, pattern }
+    }
+
+    /// Plans the product of each member, if it has a plan and the device has kernels.
+    fn plan(&self, planners: &mut [Planner], context: &Streams) -> Vec<Option<Planned<'_>>> {
+        let mut planners = planners.iter_mut();
+        let planned = self.pattern.members.iter().map(|member| {
+            let planner = planners.next()?;
+            let Some(Reader::Product(product)) = &member.reader else { return None };
+            let plan = plan(member, &product.matmul, context, planner)?;
+            let add = product.add.as_ref();
+            let adds_bias = add.is_some_and(|add| adds_bias(context, &add.operation, &plan));
+            Some(Planned { member, product, plan, adds_bias })
+        });
+        planned.collect()
+    }
+
+    /// Runs the operations in their order, since the last reader of a tensor takes it, but planned
+    /// products from the codes. A family runs after all of its operands are read.
+    fn multiply(
+        &self,
+        planned: &[Option<Planned<'_>>],
+        family: Option<FamilyPlan>,
+        context: &mut Streams,
+        fallback: Fallback<'_>,
+    ) {
+        let is_in = |views: &[Reshape], at| views.iter().any(|view| view.at == at);
+        let (mut factors, mut of_family) = (None, Vec::new());
+        for at in 0..self.pattern.len {
+            let of_output = is_in(&self.pattern.views, at);
+            if of_output && family.is_some() {
+                continue;
+            }
+            let owner = planned.iter().flatten().find(|planned| planned.has(at));
+            let Some(owner) = owner.filter(|_| !of_output && !is_in(&self.pattern.reshapes, at))
+            else {
+                fallback(at).run(context);
+                continue;
+            };
+            let product = owner.product;
+            if at == product.at {
+                let weight = packed(context, &owner.member.dequantize);
+                factors = Some((float(context, &product.matmul.lhs), weight));
+            }
+            let Some((input, weight)) = factors.take_if(|_| at == product.end()) else { continue };
+            let add = product.add.as_ref().filter(|_| owner.adds_bias);
+            let bias = add.map(|add| float(context, &add.operation.rhs));
+            let operands = Operands { input, weight, bias };
+            if family.is_some() {
+                of_family.push(operands);
+                continue;
+            }
+            let output = output(context, owner);
+            let values = run(owner, operands, output.shape.clone(), context, &self.device);
+            context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
+            if product.add.is_some() && !owner.adds_bias {
+                fallback(at).run(context);
+            }
+        }
+        let Some(family) = family else { return };
+        let outputs: Vec<_> =
+            planned.iter().flatten().map(|planned| output(context, planned)).collect();
+        let shapes = outputs.iter().map(|output| output.shape.clone()).collect();
+        // Inputs are equal: reshapes of one tensor.
+        let input = of_family[0].input.clone();
+        let weights = of_family.into_iter().map(|read| (read.weight, read.bias)).collect();
+        let values = matmul::run_family(&family, input, weights, shapes);
+        for (output, values) in outputs.into_iter().zip(values) {
+            context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
+        }
+        self.pattern.views.iter().for_each(|view| fallback(view.at).run(context));
+    }
+
+    /// Dequantizes only the rows that are looked up. Returns `None` if blocks do not run along the
+    /// rows.
+    fn look_up(
+        &self,
+        dequantize: &CustomOpIr,
+        select: &SelectOpIr,
+        context: &mut Streams,
+        fallback: Fallback<'_>,
+    ) -> Option<()> {
+        let output = now(context, &select.out);
+        let layout = layout(context, dequantize)?.of_rows(output.shape[0]).ok()?;
+        self.pattern.reshapes.iter().for_each(|reshape| fallback(reshape.at).run(context));
+        let rows = int(context, &select.indices);
+        let Fp4Primitive { codes, scales, tensor_scale } = packed(context, dequantize);
+        let gather = |part: CubeTensor| CubeBackend::int_select(part, 0, rows.clone());
+        let by_row = tensor_scale.meta.num_elements() > 1;
+        let packed = Fp4Primitive {
+            codes: gather(codes),
+            scales: gather(scales),
+            tensor_scale: if by_row { gather(tensor_scale) } else { tensor_scale },
+        };
+        let values = CubeBackend::fp4_dequantize(packed, layout, FloatDType::from(output.dtype));
+        context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
+        Some(())
+    }
+}
+
+/// Plans a product, if it has one weight, one dtype, and a plan.
+fn plan(
+    member: &Member,
+    operation: &MatmulOpIr,
+    context: &Streams,
+    planner: &mut Planner,
+) -> Option<MatmulPlan> {
+    let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
+    let layout = layout(context, &member.dequantize)?;
+    let layout = if member.transposed { layout.transposed() } else { layout };
+    let [k, n] = layout.shape[..] else { return None };
+    let (input, output) = (real(&operation.lhs)?, real(&operation.out)?);
+    let m = input.shape.num_elements().checked_div(k)?;
+    // A batch of weights would be another product.
+    let weight = real(&operation.rhs)?;
+    let one_weight = weight.shape.num_elements() == k * n
+        && weight.shape[weight.shape.num_dims() - 2..] == [k, n]
+        && input.shape[input.shape.num_dims() - 1] == k
+        && output.shape.num_elements() == m * n;
+    let same_dtype = [weight.dtype, input.dtype].iter().all(|&dtype| dtype == output.dtype);
+    let scale = member.adapter.as_ref().and_then(|adapter| adapter.scale);
+    let known_scale = scale.is_none_or(|scale| scalar(context, scale).is_some());
+    if !one_weight || !same_dtype || !known_scale {
+        return None;
+    }
+    planner.plan(m, &layout, output.dtype)
+}
+
+/// Plans all products as one launch, if there are several, a kernel takes them together, and none
+/// has an addition of its own. `last` holds the matmuls of the last call with their plan.
+fn family(
+    planned: &[Option<Planned<'_>>],
+    context: &Streams,
+    last: &mut Option<(Vec<Matmul>, Option<FamilyPlan>)>,
+) -> Option<FamilyPlan> {
+    let planned: Vec<&Planned<'_>> = planned.iter().map(Option::as_ref).collect::<Option<_>>()?;
+    let first = *planned.first()?;
+    let by_row = |planned: &Planned<'_>| {
+        let tensor_scale = planned.member.dequantize.inputs.get(2);
+        let tensor_scale = tensor_scale.and_then(|scale| context.tensors.get(&scale.id));
+        tensor_scale.map(|scale| scale.shape.num_elements() > 1)
+    };
+    let alike = |other: &&Planned<'_>| {
+        other.adds_bias == first.adds_bias
+            && other.product.add.is_some() == other.adds_bias
+            && by_row(other) == by_row(first)
+    };
+    if !planned.iter().all(alike) {
+        return None;
+    }
+    let matmuls: Vec<Matmul> = planned.iter().map(|planned| *planned.plan.matmul()).collect();
+    match last {
+        Some((known, plan)) if *known == matmuls => plan.clone(),
+        _ => {
+            let plan = Matmul::family(&matmuls, first.plan.device());
+            last.insert((matmuls, plan)).1.clone()
+        }
+    }
+}
+
+/// Runs a planned product, as a tensor of a shape.
+fn run(
+    planned: &Planned<'_>,
+    operands: Operands,
+    shape: Shape,
+    context: &mut Streams,
+    device: &CubeDevice,
+) -> CubeTensor {
+    let Operands { input, weight, bias } = operands;
+    let values = matmul::run(&planned.plan, input.clone(), weight, bias, shape.clone());
+    let Some(adapter) = &planned.member.adapter else { return values };
+    let delta = multiply_adapter(adapter, input, planned.plan.matmul().k, context);
+    let values = CubeBackend::float_add(values, CubeBackend::float_reshape(delta, shape));
+    queues::submit_launches(device);
+    values
+}
+
+/// Looks up the output of a product, with its bias if it adds one.
+fn output(context: &Streams, planned: &Planned<'_>) -> TensorIr {
+    let add = planned.product.add.as_ref().filter(|_| planned.adds_bias);
+    now(context, add.map_or(&planned.product.matmul.out, |add| &add.operation.out))
+}
+
+/// Multiplies the input by an adapter: `scale (x a) b`, as a matrix.
+fn multiply_adapter(
+    adapter: &Adapter,
+    input: CubeTensor,
+    k: usize,
+    context: &mut Streams,
+) -> CubeTensor {
+    let [a, b] = [&adapter.matmul.lhs, &adapter.matmul.rhs].map(|factor| float(context, factor));
+    let m = input.meta.num_elements() / k;
+    let input = CubeBackend::float_reshape(input, Shape::new([m, k]));
+    let product = CubeBackend::float_matmul(CubeBackend::float_matmul(input, a), b);
+    match adapter.scale.and_then(|scale| scalar(context, scale)) {
+        Some(scale) => CubeBackend::float_mul_scalar(product, scale.into()),
+        None => product,
+    }
+}
+
+/// Returns true if a vector `[n]` is added, which the product's kernel can do.
+fn adds_bias(context: &Streams, add: &BinaryOpIr, plan: &MatmulPlan) -> bool {
+    let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
+    let (Some(output), Some(bias), Some(sum)) = (real(&add.lhs), real(&add.rhs), real(&add.out))
+    else {
+        return false;
+    };
+    let n = plan.matmul().n;
+    bias.shape.last() == Some(&n)
+        && bias.shape.num_elements() == n
+        && bias.dtype == output.dtype
+        && sum.shape == output.shape
+}
+
+/// Looks up a tensor of the pattern in this run, with the status that it has in the pattern.
+fn now(context: &Streams, tensor: &TensorIr) -> TensorIr {
+    TensorIr { status: tensor.status, ..context.tensors[&tensor.id].clone() }
+}
+
+/// Takes a float tensor of this run, in contiguous memory.
+fn float(context: &mut Streams, tensor: &TensorIr) -> CubeTensor {
+    let tensor = now(context, tensor);
+    into_contiguous(context.handles.get_float_tensor::<CubeBackend>(&tensor))
+}
+
+/// Takes an int tensor of this run.
+fn int(context: &mut Streams, tensor: &TensorIr) -> CubeTensor {
+    let tensor = now(context, tensor);
+    context.handles.get_int_tensor::<CubeBackend>(&tensor)
+}
+
+/// Takes the codes and scales of the weight.
+fn packed(context: &mut Streams, dequantize: &CustomOpIr) -> Fp4Primitive<CubeBackend> {
+    let [codes, scales, tensor_scale] = [0, 1, 2].map(|at| int(context, &dequantize.inputs[at]));
+    Fp4Primitive { codes, scales, tensor_scale }
+}
+
+/// Looks up a scalar of this run; the pattern has its number.
+fn scalar(context: &Streams, scalar: ScalarIr) -> Option<ScalarIr> {
+    let ScalarIr::UInt(value) = scalar else { return None };
+    context.scalars.get(&ScalarId { value }).copied()
+}
+
+/// Returns the layout of the weight.
+fn layout(context: &Streams, dequantize: &CustomOpIr) -> Option<Fp4Layout> {
+    let ScalarIr::UInt(tag) = scalar(context, *dequantize.scalars.first()?)? else { return None };
+    let weight = context.tensors.get(&dequantize.outputs.first()?.id)?;
+    Fp4Layout::from_tag(tag, weight.shape.to_vec())
 }

@@ -8,8 +8,7 @@ use burn_fp4_search::formats::E2M1;
 use burn_fp4_search::host::DequantTarget;
 
 use crate::devices::extension::Fp4Backend;
-use crate::layout::Fp4Layout;
-use crate::primitive::Fp4Primitive;
+use crate::layout::{Fp4Layout, Fp4Primitive};
 use crate::saturated::Saturated;
 
 /// Marks elements with a magnitude above 6 times the scale of their block.

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::arch::{TASK, arch};
 use super::element::HostElement;
-use super::simd_batch::{BATCH, BlockBatch, Order};
+use super::simd_batch::{BATCH, BatchOrder, BlockBatch};
 use super::view::View;
 use crate::error::SearchError;
 
@@ -153,8 +153,8 @@ trait Sink<const B: usize> {
 }
 
 impl Slab<'_> {
-    fn order(&self) -> Order {
-        if self.view.inner == 1 { Order::Along } else { Order::Across }
+    fn order(&self) -> BatchOrder {
+        if self.view.inner == 1 { BatchOrder::Along } else { BatchOrder::Across }
     }
 
     /// Hands every batch of the first `len` values to a sink.

@@ -6,15 +6,13 @@
 //!
 //! | file                     | what it holds                                               |
 //! |--------------------------|-------------------------------------------------------------|
-//! | `quantize.rs`            | from a tensor to batches, from batches to codes and scales  |
+//! | `quantize.rs`            | amax; from a tensor to batches, then to codes and scales    |
 //! | `dequantize.rs`          | from codes and scales to values, and the squared error      |
 //! | `fake_quantize.rs`       | both in one call                                            |
-//! | `simd_batch.rs`          | the batch: 32 blocks, an array for every property           |
+//! | `simd_batch.rs`          | the batch: 32 blocks, their amax, scales and codes          |
 //! | `tile_reduce.rs`         | tiles of 16 blocks of a batch                               |
-//! | `amax.rs`                | amax, and the rule's scales and multipliers                 |
 //! | `search/`                | scales and codes of a batch, a file for each search         |
 //! | `scale_grid.rs`          | the arithmetic of block scales                              |
-//! | `codes.rs`               | rounding to codes, and decoding them                        |
 //! | `gptq.rs`                | GPTQ, whose errors propagate from block to block            |
 //! | `gram.rs`                | `X^T X` of activations, in tiles                            |
 //! | `matmul.rs`, `decode.rs` | products with packed weights, decoded in groups             |
@@ -31,9 +29,7 @@
 //! | `arch.rs`                | the SIMD instructions and the sizes of tasks                |
 //! | `element.rs`, `view.rs`  | f32, bf16 and f16; the blocked axis of a tensor             |
 
-mod amax;
 mod arch;
-mod codes;
 mod decode;
 mod decoder;
 mod dequantize;
@@ -61,7 +57,6 @@ mod simd_batch;
 mod tile_reduce;
 mod view;
 
-pub use amax::{amax, row_amax, tensor_amax};
 pub use decoder::{
     AttentionShape, MAX_HEAD_DIM, Rotary, SampleOptions, add_rms_norm, attention, gemv, gemv_rows,
     rms_norm, sample, swiglu,
@@ -73,5 +68,7 @@ pub use gram::add_gram;
 pub use hadamard::hadamard;
 pub use int8_weight::{INT8_BLOCK, Int8Weight, int8_weight_matmul, quantize_int8};
 pub use matmul::matmul;
-pub use quantize::{quantize, quantize_by_importance, quantize_packed};
+pub use quantize::{
+    amax, quantize, quantize_by_importance, quantize_packed, row_amax, tensor_amax,
+};
 pub use view::View;

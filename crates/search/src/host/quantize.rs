@@ -1,23 +1,83 @@
-//! Quantization of a tensor along any axis: its division into tasks and batches.
+//! Quantization of a tensor along any axis, and its amax: its division into tasks and batches.
 
 use burn_fp4_formats::{Packed, TensorScale, check_length};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::amax::larger;
 use super::arch::{SEARCH_TASK, TASK, arch};
 use super::element::HostElement;
 use super::search::Choose;
-use super::simd_batch::{BATCH, BlockBatch, MAX_BLOCK, Order};
+use super::simd_batch::{BATCH, BatchOrder, BlockBatch, MAX_BLOCK, larger};
 use super::view::View;
 use crate::error::SearchError;
 use crate::importance::Importance;
 use crate::method::Method;
 use crate::rounding::Rounding;
 use crate::scheme::{Blocks, Fp4Scheme};
-use crate::tensor_scale::TensorFactor;
+use crate::tensor_scale::{TensorFactor, TensorScaling};
 
-/// Quantizes a tensor into packed rows, given the result of [`amax`](super::amax), and returns its
+/// Computes the amax for the tensor scale: one value, or one per packed row.
+///
+/// A NaN among the values makes the result NaN.
+#[must_use]
+pub fn amax<T: HostElement>(values: &[T], view: View, scheme: &Fp4Scheme) -> Vec<f32> {
+    match scheme.tensor_scale {
+        TensorScaling::Amax(amax) => vec![amax],
+        TensorScaling::Row if scheme.rule.row().tensor_scale => row_amax(values, view),
+        _ => vec![tensor_amax(values)],
+    }
+}
+
+/// Returns the largest magnitude of all values, NaN if one of them is.
+#[must_use]
+pub fn tensor_amax<T: HostElement>(values: &[T]) -> f32 {
+    let largest =
+        values.par_chunks(TASK).map(|values| arch().dispatch(LargestMagnitude { values })).max();
+    T::from_bits(largest.unwrap_or_default()).to_f32()
+}
+
+/// Returns the largest magnitude of each packed row, NaN if one of its values is.
+///
+/// ```
+/// use burn_fp4_search::host::{View, row_amax, tensor_amax};
+///
+/// let values = [1.0f32, -4.0, 3.0, 2.0];
+/// assert_eq!(tensor_amax(&values), 4.0);
+/// assert_eq!(row_amax(&values, View::rows(2, 2)), [4.0, 3.0]);
+/// assert_eq!(row_amax(&values, View::along(&[2, 2], 0)), [3.0, 4.0]); // of the columns
+/// ```
+#[must_use]
+pub fn row_amax<T: HostElement>(values: &[T], view: View) -> Vec<f32> {
+    if view.is_empty() {
+        return vec![0.0; view.packed_rows()];
+    }
+    let slabs = values.par_chunks(view.axis * view.inner);
+    let largest = slabs.flat_map_iter(|slab| {
+        let mut largest = vec![T::Bits::default(); view.inner];
+        for line in slab.chunks_exact(view.inner) {
+            for (largest, value) in largest.iter_mut().zip(line) {
+                *largest = value.magnitude().max(*largest);
+            }
+        }
+        largest.into_iter().map(|bits| T::from_bits(bits).to_f32())
+    });
+    largest.collect()
+}
+
+struct LargestMagnitude<'a, T> {
+    values: &'a [T],
+}
+
+impl<T: HostElement> NullaryFnOnce for LargestMagnitude<'_, T> {
+    type Output = T::Bits;
+
+    #[inline(always)]
+    fn call(self) -> T::Bits {
+        self.values.iter().fold(T::Bits::default(), |largest, value| value.magnitude().max(largest))
+    }
+}
+
+/// Quantizes a tensor into packed rows, given the result of [`amax`], and returns its
 /// tensor scale.
 ///
 /// `codes` takes `[packed_rows, axis / 2]` bytes and `scales` `[packed_rows, axis / block_size]`.
@@ -199,7 +259,7 @@ where
         let Rows { values, view, scheme, first, .. } = self.task;
         let blocks = view.axis / B;
         let tile_rows = scheme.tile_rows();
-        let mut batch = BlockBatch::<B>::new(Order::Along);
+        let mut batch = BlockBatch::<B>::new(BatchOrder::Along);
         let mut tile_amax = vec![0.0; if tile_rows > 1 { blocks } else { 0 }];
         let tiles = self.codes.chunks_mut(tile_rows * view.axis / 2);
         for (tile, (codes, scales)) in
@@ -259,7 +319,7 @@ where
         let Rows { view, scheme, importance, first, .. } = self.task;
         let blocks = view.axis / B;
         let rows = self.scales.len() / blocks;
-        let mut batch = BlockBatch::<B>::new(Order::Across);
+        let mut batch = BlockBatch::<B>::new(BatchOrder::Across);
         // All batches of a block before the next block: neighbours share the lines they read, and a
         // task is narrow enough that the lines it writes stay cached until the next block.
         for block in 0..blocks {

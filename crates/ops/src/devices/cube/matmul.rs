@@ -1,6 +1,26 @@
 //! Matrix products straight from the codes of a weight, counters of them, and packed tensors as
 //! kernels take them.
+//!
+//! # Prefetch
+//!
+//! A product of a captured graph prefetches the weight of the product after it.
+//!
+//! A pass runs a few times before it is captured, always in the same order. So each run is noted,
+//! and a product finds in the notes of the run before which product comes next. The last one finds
+//! the first, since the same pass usually runs again. From the first product that differs from the
+//! notes on, the rest of a run prefetches nothing.
+//!
+//! A wrong guess costs only time, since a prefetch changes no result. But the memory has to be
+//! there in every replay. CubeCL keeps all memory that the launches of a graph were given for as
+//! long as the graph lives, and a prefetched weight is given to a launch; until then the notes keep
+//! it. They hold only weights with another owner, such as a model. Otherwise a run would find
+//! memory taken that the run before had freed, and would take other memory, which a capture cannot.
+//!
+//! Everything here happens on the thread that runs the stream of operations, which the runs and the
+//! capture have to themselves, so the notes are local to the thread. There are none while nothing
+//! is being captured.
 
+use core::cell::RefCell;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use burn::tensor::{DType, Shape};
@@ -8,13 +28,15 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
-use burn_fp4_cubecl::{Capability, FamilyPlan, Matmul, MatmulPlan, PackedHandles, Refusal};
+use burn_fp4_cubecl::cubecl::server::Handle;
+use burn_fp4_cubecl::{
+    Capability, FamilyPlan, Matmul, MatmulPlan, PackedHandles, Prefetch, Refusal,
+};
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
 use super::device::{capability, kernel_dtype, output_tensor};
-use super::{prefetch, queues};
-use crate::layout::Fp4Layout;
-use crate::primitive::Fp4Primitive;
+use super::queues;
+use crate::layout::{Fp4Layout, Fp4Primitive};
 
 /// Plans products on a device. It keeps the last plan with the capability of the device, because
 /// layers are called with the same number of rows again and again.
@@ -66,15 +88,12 @@ pub(crate) fn run(
     bias: Option<CubeTensor>,
     shape: Shape,
 ) -> CubeTensor {
-    let input = into_contiguous(input);
-    let bias = bias.map(|bias| into_contiguous(bias).handle);
-    let weight = handles(weight);
-    let next = prefetch::next_weight(plan.matmul(), &weight);
-    let output = plan
-        .run(&input.client, weight, input.handle.clone(), bias, next)
-        .expect("tensors have the lengths of their shapes");
-    queues::submit_launches(&input.device);
-    output_tensor(&input, output, shape, input.dtype)
+    let launch = |client: &Client, input, mut weights: Vec<WeightHandles>, next| {
+        let (weight, bias) = weights.pop().expect("one weight");
+        plan.run(client, weight, input, bias, next).map(|output| vec![output])
+    };
+    let mut outputs = run_with(plan.matmul(), input, vec![(weight, bias)], vec![shape], launch);
+    outputs.pop().expect("an output for each weight")
 }
 
 /// Runs planned products of one input with some weights, each with a bias or none with one, as
@@ -85,15 +104,34 @@ pub(crate) fn run_family(
     weights: Vec<(Fp4Primitive<CubeBackend>, Option<CubeTensor>)>,
     shapes: Vec<Shape>,
 ) -> Vec<CubeTensor> {
+    let launch = |client: &Client, input, weights, next| family.run(client, weights, input, next);
+    run_with(family.first(), input, weights, shapes, launch)
+}
+
+/// Codes and scales of a weight, and a bias, in contiguous memory.
+type WeightHandles = (PackedHandles, Option<Handle>);
+
+/// Launches products of one input, given what launches them. `first` is the product with the first
+/// weight, which stands for all of them in the notes for prefetches.
+fn run_with(
+    first: &Matmul,
+    input: CubeTensor,
+    weights: Vec<(Fp4Primitive<CubeBackend>, Option<CubeTensor>)>,
+    shapes: Vec<Shape>,
+    launch: impl FnOnce(
+        &Client,
+        Handle,
+        Vec<WeightHandles>,
+        Option<Prefetch>,
+    ) -> Result<Vec<Handle>, Refusal>,
+) -> Vec<CubeTensor> {
     let input = into_contiguous(input);
-    let weights: Vec<_> = weights
+    let weights: Vec<WeightHandles> = weights
         .into_iter()
         .map(|(weight, bias)| (handles(weight), bias.map(|bias| into_contiguous(bias).handle)))
         .collect();
-    // The first one stands for its family.
-    let next = prefetch::next_weight(family.first(), &weights[0].0);
-    let outputs = family
-        .run(&input.client, weights, input.handle.clone(), next)
+    let next = next_weight(first, &weights[0].0);
+    let outputs = launch(&input.client, input.handle.clone(), weights, next)
         .expect("tensors have the lengths of their shapes");
     queues::submit_launches(&input.device);
     let tensors = outputs.into_iter().zip(shapes);
@@ -112,6 +150,83 @@ pub(super) fn handles(packed: Fp4Primitive<CubeBackend>) -> PackedHandles {
 /// and codes were chosen.
 pub(super) fn scheme_of(layout: &Fp4Layout) -> Fp4Scheme {
     Fp4Scheme::of(ScaleRule::of_format(layout.format)).with_block_size(layout.block_size)
+}
+
+thread_local! {
+    static NOTES: RefCell<Option<RunOrder<NotedWeight>>> = const { RefCell::new(None) };
+}
+
+/// Notes the products of this thread for as long as it lives.
+pub(super) struct Notes(());
+
+impl Notes {
+    pub(super) fn begin() -> Self {
+        NOTES.set(Some(RunOrder::default()));
+        Self(())
+    }
+
+    /// Begins the next run of the pass.
+    pub(super) fn next_run(&self) {
+        NOTES.with_borrow_mut(|notes| notes.iter_mut().for_each(RunOrder::next_run));
+    }
+}
+
+impl Drop for Notes {
+    fn drop(&mut self) {
+        NOTES.set(None);
+    }
+}
+
+/// Notes a product whose weight has another owner, and returns the weight of the product after it.
+fn next_weight(matmul: &Matmul, weight: &PackedHandles) -> Option<Prefetch> {
+    NOTES.with_borrow_mut(|notes| {
+        let notes = notes.as_mut().filter(|_| !weight.codes.can_mut())?;
+        let own = Prefetch { matmul: *matmul, weight: weight.clone() };
+        notes.after(NotedWeight(own)).map(|next| next.0)
+    })
+}
+
+#[derive(Clone)]
+struct NotedWeight(Prefetch);
+
+impl PartialEq for NotedWeight {
+    /// Returns true for the same product with a weight in the same memory.
+    fn eq(&self, other: &Self) -> bool {
+        let place = |weight: &Self| {
+            let codes = &weight.0.weight.codes;
+            (codes.memory.descriptor().id.value, codes.offset_start)
+        };
+        place(self) == place(other) && self.0.matmul == other.0.matmul
+    }
+}
+
+/// Order of the items of a run, compared with the run before.
+struct RunOrder<T> {
+    before: Vec<T>,
+    now: Vec<T>,
+    /// Set while the two runs agree.
+    same: bool,
+}
+
+impl<T> Default for RunOrder<T> {
+    fn default() -> Self {
+        Self { before: Vec::new(), now: Vec::new(), same: true }
+    }
+}
+
+impl<T: Clone + PartialEq> RunOrder<T> {
+    fn next_run(&mut self) {
+        self.before = core::mem::take(&mut self.now);
+        self.same = true;
+    }
+
+    /// Notes an item, and returns the one that came after it in the run before.
+    fn after(&mut self, item: T) -> Option<T> {
+        let at = self.now.len();
+        self.same &= self.before.get(at) == Some(&item);
+        self.now.push(item);
+        self.same.then(|| self.before[(at + 1) % self.before.len()].clone())
+    }
 }
 
 /// Counts of products with packed weights and of lookups of their rows, since the program started.
@@ -188,5 +303,64 @@ mod tests {
         let plan = planner.plan(1, &other, DType::F32).expect("a plan");
         assert_eq!((plan.matmul().n, plan.matmul().k), (512, 256));
         assert_eq!(planner.plan(1, &layout.transposed(), DType::F32), None);
+    }
+
+    fn run(order: &mut RunOrder<char>, items: &str) -> Vec<Option<char>> {
+        order.next_run();
+        items.chars().map(|item| order.after(item)).collect()
+    }
+
+    #[test]
+    fn a_run_finds_what_came_next_in_the_one_before() {
+        let mut order = RunOrder::default();
+        assert_eq!(run(&mut order, "abca"), [None; 4]);
+        for _ in 0..3 {
+            let found = [Some('b'), Some('c'), Some('a'), Some('a')];
+            assert_eq!(run(&mut order, "abca"), found);
+        }
+        assert_eq!(run(&mut order, "a"), [Some('b')]);
+        // Alone it comes after itself; what follows is new.
+        assert_eq!(run(&mut order, "ab"), [Some('a'), None]);
+        assert!(run(&mut order, "").is_empty());
+        assert_eq!(run(&mut order, "a"), [None]);
+    }
+
+    #[cfg(feature = "cpu")]
+    #[test]
+    fn weights_that_others_own_are_noted() {
+        use burn_fp4_cubecl::Dtype;
+        use burn_fp4_cubecl::cubecl::Device;
+        use burn_fp4_search::formats::Fp4Format;
+
+        let client = Device::default().client();
+        let weight = || {
+            let [codes, scales, tensor_scale] = [(); 3].map(|()| client.empty(64));
+            PackedHandles { codes, scales, tensor_scale, tensor_scales: 1 }
+        };
+        let (format, dtype) = (Fp4Format::NvFp4, Dtype::Bf16);
+        let matmul = Matmul { m: 1, n: 1, k: 128, format, block_size: 16, dtype };
+        let next = |weight: &PackedHandles| Some(Prefetch { matmul, weight: weight.clone() });
+        let (first, second) = (weight(), weight());
+        let run = || {
+            let found = [next_weight(&matmul, &first.clone()), next_weight(&matmul, &weight())];
+            let last = next_weight(&matmul, &second.clone());
+            found.into_iter().chain([last]).map(|next| next.map(NotedWeight)).collect::<Vec<_>>()
+        };
+        assert!(run().iter().all(Option::is_none), "nothing is captured");
+        let notes = Notes::begin();
+        notes.next_run();
+        assert!(run().iter().all(Option::is_none), "the first run");
+        notes.next_run();
+        assert!(run() == [next(&second).map(NotedWeight), None, next(&first).map(NotedWeight)]);
+        drop(notes);
+        assert!(run().iter().all(Option::is_none), "the capture is over");
+    }
+
+    #[test]
+    fn a_run_in_another_order_finds_nothing_from_there_on() {
+        let mut order = RunOrder::default();
+        run(&mut order, "abcd");
+        assert_eq!(run(&mut order, "abxd"), [Some('b'), Some('c'), None, None]);
+        assert_eq!(run(&mut order, "abxd"), [Some('b'), Some('x'), Some('d'), Some('a')]);
     }
 }

@@ -5,8 +5,7 @@
 //! |--------------------|------------------------------------------------------------------------|
 //! | `mod.rs`           | [`Fp4Backend`] of Cube devices                                         |
 //! | `decoder.rs`       | norms and attention of a decoder, and the draw of tokens               |
-//! | `matmul.rs`        | products straight from the codes                                       |
-//! | `prefetch.rs`      | the weight that a product of a captured graph prefetches               |
+//! | `matmul.rs`        | products straight from the codes; what those of a graph prefetch       |
 //! | `deterministic.rs` | products and sums with fixed, not autotuned, kernels                   |
 //! | `queues.rs`        | the worker threads of a device                                         |
 //! | `graph/`           | passes captured as CUDA graphs                                         |
@@ -17,7 +16,6 @@ mod deterministic;
 pub(crate) mod device;
 pub(crate) mod graph;
 pub(crate) mod matmul;
-mod prefetch;
 pub(crate) mod queues;
 
 use core::sync::atomic::Ordering;
@@ -45,8 +43,7 @@ use super::extension::Fp4Backend;
 use super::portable;
 use super::portable::bias::add_bias;
 use crate::hessian_factor::HessianFactor;
-use crate::layout::{Fp4Layout, amax_shape};
-use crate::primitive::Fp4Primitive;
+use crate::layout::{Fp4Layout, Fp4Primitive, amax_shape};
 use crate::saturated::Saturated;
 
 const CHECKED: &str = "callers check scheme and layout";

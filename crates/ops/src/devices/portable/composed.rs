@@ -7,8 +7,7 @@ use burn_fp4_search::GramLayout;
 
 use super::{dequantize, gram};
 use crate::devices::extension::Fp4Backend;
-use crate::layout::Fp4Layout;
-use crate::primitive::Fp4Primitive;
+use crate::layout::{Fp4Layout, Fp4Primitive};
 
 /// [`Fp4Backend::fp4_matmul`] of the dense weight.
 pub fn matmul<B: Fp4Backend>(

@@ -10,8 +10,7 @@ use burn_fp4_search::squares::{MagnitudeRange, RANGES, SUMS};
 use super::bits::from_bits;
 use super::floats::{Floats, from_rows, rows};
 use super::scale_grid::values;
-use crate::layout::Fp4Layout;
-use crate::primitive::Fp4Primitive;
+use crate::layout::{Fp4Layout, Fp4Primitive};
 
 /// [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize) by tensor operations.
 pub fn dequantize<B: Backend>(

@@ -11,7 +11,7 @@ use burn_fp4_search::{BlockHessians, Fp4Scheme, Importance, Method, Rounding};
 
 use super::floats::{Floats, rows};
 use crate::hessian_factor::HessianFactor;
-use crate::primitive::Fp4Primitive;
+use crate::layout::Fp4Primitive;
 
 const CHECKED: &str = "callers check scheme, shape and importance";
 

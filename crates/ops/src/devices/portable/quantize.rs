@@ -16,8 +16,7 @@ use super::four_over_six::four_over_six;
 use super::on_host::{needs_host, quantize_on_host};
 use super::tensor_scale::factors;
 use super::tiles::share_amax;
-use crate::layout::Fp4Layout;
-use crate::primitive::Fp4Primitive;
+use crate::layout::{Fp4Layout, Fp4Primitive};
 
 /// [`fp4_amax`](crate::Fp4Backend::fp4_amax) by tensor operations.
 pub fn amax<B: Backend>(values: FloatTensor<B>, axis: usize, by_row: bool) -> FloatTensor<B> {

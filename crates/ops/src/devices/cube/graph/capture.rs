@@ -8,7 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::MemoryScope;
 
-use super::super::prefetch::Notes;
+use super::super::matmul::Notes;
 use super::super::queues;
 use super::memory::{
     MemoryRange, check_same, copy, fills, memory_range, not_captured, register, resolve_all, specs,

@@ -1,30 +1,24 @@
-//! Weights quantized family by family, on one device or divided among several.
-//!
-//! A family is what GPTQ quantizes side by side: weights with the same inputs, such as query, key
-//! and value. Any other weight is alone.
+//! Weights divided among several devices, each of which quantizes its own, family by family.
 
 use std::cmp::Reverse;
-use std::hash::Hash;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fp4_ops::{Fp4Tensor, Gram, OpsError, quantize_family};
+use burn_fp4_ops::{Gram, OpsError};
 use burn_fp4_policy::families;
 
 use crate::error::{Fp4Error, caught};
-use crate::packed_weight::PackedWeight;
 use crate::transfer::moved;
 
-use super::job::{Jobs, Quantized};
-use super::outcome::{GramCache, output_sums};
-use super::weight::{AnyWeight, HessianFactorCache, WeightTask, quantize_without_inputs};
+use super::job::Jobs;
+use super::weight::{AnyWeight, Caches, Quantized, WeightTask, family_key, pack_family};
 
 /// Quantizes the weights that have statistics of their inputs on the devices that these were found
-/// on, one on each in turn, if these are several.
-pub(crate) fn run_on_devices<M: Module>(
+/// on, each on one of them.
+pub(super) fn run_on_devices<M: Module>(
     module: &M,
     jobs: &mut Jobs<'_>,
     devices: &[Device],
@@ -36,7 +30,7 @@ pub(crate) fn run_on_devices<M: Module>(
             jobs.is_source(at) && task.plan.scheme.method.needs_inputs() && task.inputs.is_some()
         })
         .collect();
-    if devices.len() < 2 || jobs.list.iter().all(|job| job.task.inputs.is_none()) {
+    if jobs.list.iter().all(|job| job.task.inputs.is_none()) {
         return Ok(());
     }
     jobs.take_dense(module, |at| wanted.binary_search(&at).is_ok());
@@ -172,80 +166,6 @@ fn quantize_in_turn(queue: Vec<Queued<'_>>) -> Result<Vec<(usize, Quantized)>, F
         quantized.extend(family.iter().map(|one| one.at).zip(weights));
     }
     Ok(quantized)
-}
-
-/// Returns the key of the family of a weight: those with equal keys are quantized side by side by
-/// GPTQ, if they are on one device. None: it is quantized alone.
-pub(super) fn family_key(task: &WeightTask<'_>) -> Option<impl Eq + Hash + use<>> {
-    let (plan, used) = (task.plan, task.method_used());
-    used.method.gptq()?;
-    let (inputs, slices) = (task.inputs.as_ref()?, plan.slices());
-    // Weights with the same inputs share the Gram matrices themselves.
-    let grams: Vec<_> = (0..slices).map(|slice| inputs.of(slice).map(Arc::as_ptr)).collect();
-    Some((grams, plan.axis_of_matrices()?, plan.scheme.block_size, used))
-}
-
-/// Values that the next family may use again.
-#[derive(Default)]
-pub(super) struct Caches {
-    factors: HessianFactorCache,
-    grams: GramCache,
-}
-
-/// Quantizes the weights of a family, which are on one device. Their values are finite: `measure`
-/// has refused others for GPTQ.
-///
-/// # Errors
-/// [`OpsError`], of any of them: callers report it for the first.
-pub(super) fn pack_family(
-    family: &[(&dyn AnyWeight, &WeightTask<'_>)],
-    caches: &mut Caches,
-) -> Result<Vec<Quantized>, OpsError> {
-    let packed = match family {
-        [(alone, task)] => vec![alone.pack(task, &mut caches.factors)?],
-        _ => pack_side_by_side(family, &mut caches.factors)?,
-    };
-    let members = family.iter().zip(packed);
-    members
-        .map(|((weight, task), packed)| {
-            let output_sums = output_sums(*weight, task, &packed, &mut caches.grams)?;
-            Ok(Quantized { packed, used: task.method_used(), output_sums })
-        })
-        .collect()
-}
-
-fn pack_side_by_side(
-    family: &[(&dyn AnyWeight, &WeightTask<'_>)],
-    factors: &mut HessianFactorCache,
-) -> Result<Vec<PackedWeight>, OpsError> {
-    let slices = family.first().map_or(0, |(_, task)| task.plan.slices());
-    let mut packed = vec![Vec::new(); family.len()];
-    for slice in 0..slices {
-        let of_slice = quantize_slice(family, slice, factors)?;
-        packed.iter_mut().zip(of_slice).for_each(|(slices, next)| slices.push(next));
-    }
-    let weights = family.iter().zip(packed);
-    weights.map(|((weight, task), slices)| weight.stacked(&slices, task)).collect()
-}
-
-/// Quantizes one matrix of each of several weights.
-fn quantize_slice(
-    family: &[(&dyn AnyWeight, &WeightTask<'_>)],
-    slice: usize,
-    factors: &mut HessianFactorCache,
-) -> Result<Vec<Fp4Tensor<2>>, OpsError> {
-    let (weight, WeightTask { plan, inputs, .. }) = family[0];
-    let axis = plan.axis_of_matrices().expect("families are of matrices");
-    let matrices = family.iter().map(|(weight, task)| (weight.matrix(slice), task.scheme()));
-    match (plan.scheme.method.gptq(), inputs.as_ref().and_then(|inputs| inputs.of(slice))) {
-        (Some(options), Some(gram)) => {
-            let factor = factors.of(gram, &options, plan.scheme.block_size, &weight.device())?;
-            quantize_family(matrices.collect(), axis, &factor)
-        }
-        _ => matrices
-            .map(|(matrix, scheme)| quantize_without_inputs(matrix, axis, &scheme))
-            .collect(),
-    }
 }
 
 #[cfg(test)]

@@ -134,12 +134,20 @@ impl Bench<'_> {
         println!("{}", serde_json::to_string(&line).expect("plain numbers"));
     }
 
-    /// Measures copies, whose bytes count twice.
+    /// Measures copies, whose bytes count twice: of much memory, and of as much as a product of one
+    /// row reads.
     fn copy(&self) {
-        for bytes in [TURN / 8, TURN] {
-            let source = self.client.empty(bytes);
-            let name = format!("copy of {} MiB", bytes >> 20);
-            self.line(name, 2 * bytes, || copied(self.client, source.clone(), bytes / 16));
+        let weights = self.arguments.sides.iter().map(|side| side * side * 9 / 32);
+        for bytes in weights.chain([TURN / 8, TURN]) {
+            // Sources take turns, as weights do.
+            let count = (TURN / bytes).max(1);
+            let sources: Vec<_> = (0..count).map(|_| self.client.empty(bytes)).collect();
+            let turn = Cell::new(0);
+            let name = format!("copy of {:.1} MB", bytes as f64 / 1e6);
+            self.line(name, 2 * bytes, || {
+                let source = &sources[turn.replace((turn.get() + 1) % count)];
+                copied(self.client, source.clone(), bytes / 16);
+            });
         }
     }
 

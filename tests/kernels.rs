@@ -22,9 +22,9 @@ use burn_fp4_search::{
 };
 use tests::compare::{assert_bits, assert_same};
 use tests::golden::Golden;
-use tests::inputs::{Dense, Dtype, Kind, Random, Values};
+use tests::inputs::{Dense, Dtype, Kind, Random};
 use tests::on_device::{
-    assert_products, exact_products, floats, kernel_dtype, upload, upload_packed, upload_rounded,
+    assert_products, exact_products, floats, kernel_dtype, upload, upload_packed,
 };
 
 struct Device {

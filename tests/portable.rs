@@ -4,17 +4,16 @@
 #![cfg(any(feature = "cpu", feature = "cuda", feature = "wgpu"))]
 
 use burn_fp4_cubecl::cubecl::client::Client;
-use burn_fp4_cubecl::cubecl::prelude::*;
-use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Capability, Decoding, Dtype as KernelDtype, Matmul, MatmulPlan, PackedHandles, Portable,
     Problem, Refusal, cubecl, dequantize,
 };
-use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
+use burn_fp4_formats::{Fp4Format, Packed, TensorScale};
 use burn_fp4_search::host::View;
 use burn_fp4_search::{Fp4Scheme, ScaleRule, TensorScaling, quantize as oracle};
 use tests::compare::assert_bits;
-use tests::inputs::{Dense, Dtype, Kind, Random, Values};
+use tests::inputs::{Dense, Dtype, Kind, Random};
+use tests::on_device::{floats, kernel_dtype, upload, upload_packed};
 
 /// Least limits of WebGPU, with every dtype.
 const LEAST: Portable = Portable {

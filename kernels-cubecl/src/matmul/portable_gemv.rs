@@ -171,12 +171,13 @@ fn portable_gemv_kernel<F: Float, W: Size, X: Size>(
     } else {
         // Planes of one size add their units first.
         let parts = comptime!(UNITS / plane);
+        let in_plane = UNIT_POS % plane;
         let mut shared = Shared::<[f32]>::new_slice(comptime!((count * parts) as usize));
         #[unroll]
         for index in 0..count {
             let own = sums[index as usize];
             let sum = if comptime!(plane > 1) { plane_sum(own) } else { own };
-            if UNIT_POS % plane == 0u32 {
+            if in_plane == 0u32 {
                 shared[(index * parts + UNIT_POS / plane) as usize] = sum;
             }
         }

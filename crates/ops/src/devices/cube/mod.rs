@@ -37,7 +37,9 @@ use burn_fp4_search::host::{DequantTarget, View};
 use burn_fp4_search::squares::SUMS;
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
-use self::device::{capability, contiguous, has_kernels, kernel_dtype, output_tensor};
+use self::device::{
+    capability, contiguous, divides_exactly, has_kernels, kernel_dtype, output_tensor,
+};
 use self::matmul::{DENSE, FUSED, GROUPS, handles, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
@@ -142,7 +144,10 @@ impl Fp4Backend for CubeBackend {
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
         if !has_kernels(&values.device) {
-            return portable::quantize::<Self>(values, amax, axis, scheme);
+            return match divides_exactly(&values.device) {
+                true => portable::quantize::<Self>(values, amax, axis, scheme),
+                false => portable::quantize_on_host::<Self>(values, amax, axis, scheme),
+            };
         }
         quantize(values, amax, axis, scheme, quantize_kernel)
     }

@@ -25,5 +25,5 @@ mod tiles;
 pub use composed::{add_gram, matmul, squared_error};
 pub use dequantize::dequantize;
 pub use hadamard::hadamard;
-pub use on_host::{quantize_by_importance, quantize_gptq};
+pub use on_host::{quantize_by_importance, quantize_gptq, quantize_on_host};
 pub use quantize::{amax, fake_quantize, quantize};

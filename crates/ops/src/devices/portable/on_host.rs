@@ -23,7 +23,7 @@ pub(super) fn needs_host(scheme: &Fp4Scheme) -> bool {
 }
 
 /// Quantizes with the host engine.
-pub(super) fn quantize_on_host<B: Backend>(
+pub fn quantize_on_host<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
     axis: usize,

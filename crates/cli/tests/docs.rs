@@ -1,5 +1,5 @@
 //! Every command of the README, of docs/quantize-a-folder.md and of the guide that begins with
-//! `fp4`, run as it stands there.
+//! `fp4`, run as it stands there, and the output that is shown.
 
 mod model;
 
@@ -86,6 +86,23 @@ fn the_commands_of_the_page_do_what_it_says() {
     for made in all {
         assert!(folder.path().join(made).exists(), "{made}");
     }
+}
+
+#[test]
+fn the_output_on_the_page_is_what_the_command_prints() {
+    let page = read("docs/quantize-a-folder.md");
+    let shown = blocks(&page, "text").into_iter().find(|block| block.starts_with("model-nvfp4: "));
+    let genesis = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/models/genesis");
+    let folder = tempdir().expect("a folder");
+    let output = model::fp4()
+        .current_dir(folder.path())
+        .env("COLUMNS", "80")
+        .arg("quantize")
+        .arg(genesis)
+        .args(["--out", "model-nvfp4"])
+        .output()
+        .expect("it runs");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), shown.expect("an output"));
 }
 
 #[test]

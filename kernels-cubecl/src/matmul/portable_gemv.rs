@@ -169,7 +169,7 @@ fn portable_gemv_kernel<F: Float, W: Size, X: Size>(
             }
         }
     } else {
-        // Planes of one size add their units first.
+        // Planes may add their units first.
         let parts = comptime!(UNITS / plane);
         let in_plane = UNIT_POS % plane;
         let mut shared = Shared::<[f32]>::new_slice(comptime!((count * parts) as usize));

@@ -11,8 +11,7 @@ pub(super) struct PortableGemv {
     /// Units of a group, which divide k: 32 or 64, whose sums go through shared memory, or 1 without
     /// it.
     pub lanes: u32,
-    /// Units of a plane, which add their sums directly; 1 without planes of one size that divide a
-    /// group.
+    /// Units of a plane, which add their sums directly; 1 if all go through shared memory.
     pub plane: u32,
     /// Words of eight codes that a unit loads at a time.
     pub words: u32,
@@ -115,11 +114,10 @@ impl PortableGemv {
         // Packed rows of a group share a load of the input, which takes longer in f32.
         let (lanes, most) = match (shares, dtype) {
             (false, _) => (1, 4),
-            (true, Dtype::F32) if k_tiles >= 64 => (64, 4),
-            (true, Dtype::F32) => (32, 4),
+            (true, Dtype::F32) if group_m <= 2 && k_tiles >= 64 => (64, 4),
+            (true, Dtype::F32) if group_m <= 2 => (32, 4),
             (true, _) => (32, 2),
         };
-        let plane = if device.plane <= lanes { device.plane } else { 1 };
         let cubes = |group_n: u32| n.div_ceil((group_n * UNITS / lanes) as usize) * tiles;
         // Fewer packed rows per group if the device would not be busy otherwise.
         let group_n = [4, 2]
@@ -127,6 +125,9 @@ impl PortableGemv {
             .filter(|&group_n| group_n <= most && group_n * group_m <= MAX_SUMS)
             .find(|&group_n| cubes(group_n) >= BUSY_GEMV)
             .unwrap_or(1);
+        // Sums of more outputs by planes take registers, and fewer units run at a time.
+        let by_planes = device.plane <= lanes && group_n * group_m <= 4;
+        let plane = if by_planes { device.plane } else { 1 };
         Self {
             cubes: device.two_dimensions(cubes(group_n) as u32),
             lanes,
@@ -190,7 +191,7 @@ mod tests {
         let of = |m, n, k, dtype| {
             let device = Capability { portable: Some(PORTABLE), ..GPU };
             let gemv = PortableGemv::plan([m, n, k], dtype, &device);
-            assert_eq!((gemv.words, gemv.plane), (4, 32));
+            assert_eq!((gemv.words, gemv.plane == 32), (4, gemv.group_n * gemv.group_m <= 4));
             (gemv.cubes[0], gemv.lanes, gemv.group_n, gemv.group_m)
         };
         assert_eq!(of(1, 8192, 8192, Dtype::F16), (512, 32, 2, 1));
@@ -199,7 +200,8 @@ mod tests {
         assert_eq!(of(8, 28672, 8192, Dtype::F16), (1792, 32, 2, 8));
         assert_eq!(of(1, 4096, 4096, Dtype::F32), (256, 64, 4, 1));
         assert_eq!(of(1, 8192, 1024, Dtype::F32), (256, 32, 4, 1));
-        assert_eq!(of(3, 8192, 8192, Dtype::F32), (512, 64, 4, 4));
+        assert_eq!(of(3, 8192, 8192, Dtype::F32), (512, 32, 2, 4));
+        assert_eq!(of(2, 8192, 8192, Dtype::F32), (512, 64, 4, 2));
         let planes = |shared_memory, plane| {
             let portable = Some(Portable { shared_memory, ..PORTABLE });
             let device = Capability { portable, plane, ..GPU };

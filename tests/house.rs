@@ -139,7 +139,7 @@ fn tables_of_the_guide_have_every_method_rule_and_error() {
     let named: Vec<_> = Method::NAMED.iter().map(|row| row.name.to_owned()).collect();
     check(&methods, "| method | what it minimizes", &named);
     let rules: Vec<_> = ScaleRule::ALL.iter().map(|rule| format!("{rule:?}")).collect();
-    check(&methods, "| rule | format |", &rules);
+    check(&methods, "| rule, on the command line | format |", &rules);
     for (name, file) in ERRORS_OF_THE_GUIDE {
         check(&errors, &format!("| `{name}` | cause"), &variants(file, name));
     }

@@ -34,8 +34,8 @@ pub struct Generated {
     pub replayed: bool,
 }
 
-/// Steps of a captured graph between two reads of their tokens. The device idles during a read, which
-/// comes after all that was launched before.
+/// Steps of a captured graph between two reads of their tokens. The device idles during a read,
+/// which comes after all that was launched before.
 const STEPS_AHEAD: usize = 8;
 
 /// The next tokens of all sequences, their positions, and a random value for each sequence if their

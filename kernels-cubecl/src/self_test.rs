@@ -1,9 +1,9 @@
 //! [`Capability::tested`]: trusts a driver of the wgpu runtime if kernels give the host's values.
 //!
 //! Every code is dequantized with block scales of both formats, to f32 and f16, and multiplied with
-//! NVFP4's block scales in every dtype that the device holds, without a bias. Then a norm, an argmax
-//! and the attention of a token run in f32. That takes a few small launches, so that callers keep
-//! the result.
+//! NVFP4's block scales in every dtype that the device holds, without a bias. Then a norm, an
+//! argmax and the attention of a token run in f32. That takes a few small launches, so that callers
+//! keep the result.
 
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
 use burn_fp4_search::host::{AttentionShape, HostElement, View};

@@ -8,8 +8,8 @@ use crate::plan::{Capability, Decoding, Dtype, UNITS};
 pub(super) struct PortableGemv {
     /// Cubes in two dimensions.
     pub cubes: [u32; 2],
-    /// Units of a group, which divide k: 32 or 64, whose sums go through shared memory, or 1 without
-    /// it.
+    /// Units of a group, which divide k: 32 or 64, whose sums go through shared memory, or 1
+    /// without it.
     pub lanes: u32,
     /// Units of a plane, which add their sums directly; 1 if all go through shared memory.
     pub plane: u32,

@@ -239,6 +239,16 @@ impl Capability {
 
     /// Checks that the kernels of a decoder run on the device in a dtype.
     ///
+    /// ```
+    /// # #[cfg(feature = "cpu")] {
+    /// use burn_fp4_cubecl::cubecl::Device;
+    /// use burn_fp4_cubecl::{Capability, Dtype};
+    ///
+    /// let device = Capability::of(&Device::default().client());
+    /// assert!(device.check_decoder(Dtype::F32).is_ok()); // only devices of wgpu have limits
+    /// # }
+    /// ```
+    ///
     /// # Errors
     /// [`Refusal::Device`]: a device of the wgpu runtime has no buffers of the dtype, too small
     /// cubes, or too little shared memory.

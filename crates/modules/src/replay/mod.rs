@@ -27,10 +27,10 @@ pub use self::tensors::{ReplayParts, ReplayTensors};
 const MOST: usize = 16;
 
 /// The forward pass of a model, captured for the shapes of its inputs by a device that can (CUDA,
-/// wgpu), and replayed from then on as one: hundreds of launches from the host become one. Elsewhere
-/// the pass itself runs, with the same results; [`is_graph`](Self::is_graph) says which. On hosts a
-/// thread of rayon's pool runs it, and the others stay awake: operations need not wake one
-/// up each.
+/// wgpu), and replayed from then on as one: hundreds of launches from the host become one.
+/// Elsewhere the pass itself runs, with the same results; [`is_graph`](Self::is_graph) says which.
+/// On hosts a thread of rayon's pool runs it, and the others stay awake: operations need not wake
+/// one up each.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -89,9 +89,9 @@ const MOST: usize = 16;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// **Where graphs are.** On the first CUDA device, and on Burn's default devices of wgpu and Vulkan,
-/// after [`init`](burn_fp4_ops::init), for inputs that are not differentiated; the device of the
-/// first input counts. wgpu has no graphs: CubeCL encodes the prepared launches again.
+/// **Where graphs are.** On the first CUDA device, and on Burn's default devices of wgpu and
+/// Vulkan, after [`init`](burn_fp4_ops::init), for inputs that are not differentiated; the device
+/// of the first input counts. wgpu has no graphs: CubeCL encodes the prepared launches again.
 ///
 /// **Threads.** A replay may run on any thread, threads may have replays of one model, and a model
 /// may have been made by several: the device captures on the stream of the thread that made most of

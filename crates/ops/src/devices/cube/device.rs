@@ -1,27 +1,24 @@
 //! Cube devices with kernels, and tensors in the form that kernels take.
 //!
 //! CUDA and CubeCL's CPU runtime run all kernels, with the reference's bits. Devices of wgpu
-//! dequantize, multiply and run the other operations of a decoder by kernels, if their driver passes
-//! a self-test: these do not depend on the order of a sum, nor on subnormals.
+//! dequantize, multiply and run the other operations of a decoder by kernels, if their driver
+//! passes a self-test: these do not depend on the order of a sum, nor on subnormals.
 
 use std::sync::{Mutex, PoisonError};
 
-use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Device, Shape, TensorData};
+use burn::tensor::{DType, Device, Shape};
+use burn_cubecl::CubeDevice;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{Capability, Dtype, Refusal};
 use burn_fp4_search::host::View;
 
-use crate::devices::portable::on_host::read;
-
 /// Returns true if the device quantizes by kernels, with the reference's bits.
 ///
 /// Drivers behind wgpu may reassociate sums and flush subnormals. There tensor operations do the
-/// work, which round once each, or the CPU: see [`divides_exactly`].
+/// work, which round once each, or the CPU.
 pub(crate) fn has_kernels(device: &CubeDevice) -> bool {
     matches!(device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
 }
@@ -79,30 +76,6 @@ pub(crate) fn decoder_capability(
 ) -> Option<Capability> {
     let capability = capability(device, client).ok()?;
     capability.check_decoder(kernel_dtype(dtype)).is_ok().then_some(capability)
-}
-
-/// Returns true if tensor operations of a device round quotients as IEEE 754 asks, which the
-/// reference's bits need. Vulkan allows errors of 2.5 units in the last place, and drivers of
-/// NVIDIA make them. The first call for a device divides some thousand pairs.
-pub(crate) fn divides_exactly(device: &CubeDevice) -> bool {
-    static TESTED: Mutex<Vec<(CubeDevice, bool)>> = Mutex::new(Vec::new());
-    const PAIRS: usize = 4096;
-    let mut tested = TESTED.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, exact)) = tested.iter().find(|(known, _)| known == device) {
-        return *exact;
-    }
-    // Steps of a multiplicative generator: significands without a pattern, between 1 and 2.
-    let value = |at: usize| {
-        f32::from_bits(0x3F80_0000 | ((at as u32 + 1).wrapping_mul(2_654_435_769) >> 9))
-    };
-    let tensor = |first: usize| {
-        let values: Vec<_> = (first..first + PAIRS).map(value).collect();
-        CubeBackend::float_from_data(TensorData::new(values, [PAIRS]), device)
-    };
-    let quotients = read::<CubeBackend>(CubeBackend::float_div(tensor(0), tensor(PAIRS)));
-    let exact = (0..PAIRS).all(|at| quotients[at] == value(at) / value(PAIRS + at));
-    tested.push((device.clone(), exact));
-    exact
 }
 
 /// Returns the dtype that kernels use for values of a dtype; callers have checked it.

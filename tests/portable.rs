@@ -21,6 +21,7 @@ const LEAST: Portable = Portable {
     bf16: true,
     cmma_f16: false,
     cmma_bf16: false,
+    decoder: true,
     units: 256,
     shared_memory: 16 << 10,
 };
@@ -196,6 +197,9 @@ fn products_of_few_and_many_rows() {
             // More packed rows in a group.
             ([1, 16500, 32], Fp4Scheme::nvfp4(), true),
             ([4, 8200, 32], Fp4Scheme::mxfp4(), false),
+            // Groups of 64 lanes in f32.
+            ([1, 40, 4096], Fp4Scheme::nvfp4(), true),
+            ([2, 33, 2080], Fp4Scheme::mxfp4(), false),
         ]
         .into_iter()
         .enumerate()

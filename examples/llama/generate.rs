@@ -28,7 +28,8 @@ pub struct Generated {
     pub second_token_seconds: f64,
     /// Mean time of a decode step after the second token, of all sequences at once.
     pub seconds_per_token: Option<f64>,
-    /// Decoded tokens per second after the second token, of all sequences together.
+    /// Decoded tokens per second after the second token, of all sequences together. A graph decodes
+    /// up to seven tokens beyond an end, whose time counts.
     pub tokens_per_second: Option<f64>,
     /// True if decode steps were replays of a captured graph.
     pub replayed: bool,
@@ -208,4 +209,28 @@ impl<'a> Sequences<'a> {
 
 fn ended(config: &LlamaConfig, tokens: &[u32]) -> bool {
     tokens.last().is_some_and(|&last| config.is_eos(last))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Outputs of several steps go to their sequences in order, and none beyond an end.
+    #[test]
+    fn tokens_of_several_steps_go_to_their_sequences() {
+        let mut config: serde_json::Value =
+            serde_json::from_str(include_str!("config.json")).expect("JSON");
+        config["eos_token_id"] = 9.into();
+        let config: LlamaConfig = serde_json::from_value(config).expect("a configuration");
+        let (temperature, top_k, top_p, seed) = (0.0, None, None, 1);
+        let sampling = Sampling { temperature, top_k, top_p, seed, sequences: 2 };
+        let mut sequences = Sequences::new(&config, sampling);
+        let step =
+            |tokens: [i32; 2]| Tensor::<1, Int>::from_ints(tokens, &Device::flex()).reshape([2, 1]);
+        sequences.push(vec![step([1, 2])]).expect("on the host");
+        sequences.push(vec![step([3, 4]), step([9, 5]), step([6, 7])]).expect("on the host");
+        sequences.push(Vec::new()).expect("nothing");
+        assert_eq!(sequences.tokens, [vec![1, 3, 9], vec![2, 4, 5, 7]]);
+        assert!(!sequences.all_ended());
+    }
 }

@@ -41,6 +41,7 @@ pub fn argmax(
     [rows, cols]: [usize; 2],
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
+    device.check_decoder(dtype)?;
     if cols == 0 {
         return Err(Refusal::Mismatch { what: "values of a row", expected: 1, found: 0 });
     }
@@ -70,15 +71,17 @@ fn launch<F: Float>(
 ) {
     let units = device.units_of_row(UNITS);
     let vectors = cols / vector;
+    let [x, y] = device.two_dimensions(rows as u32);
     // SAFETY: the lengths match the shape.
     unsafe {
         argmax_kernel::launch_unchecked::<F>(
             client,
-            CubeCount::Static(rows as u32, 1, 1),
+            CubeCount::Static(x, y, 1),
             CubeDim::new_1d(units),
             vector,
             BufferArg::from_raw_parts(values, rows * vectors),
             BufferArg::from_raw_parts(indices, rows),
+            rows as u32,
             vectors as u32,
             vector as u32,
             device.plane,
@@ -91,12 +94,17 @@ fn launch<F: Float>(
 fn argmax_kernel<F: Float, N: Size>(
     values: &[Vector<F, N>],
     indices: &mut [i32],
+    rows: u32,
     vectors: u32,
     #[comptime] vector: u32,
     #[comptime] plane: u32,
     #[comptime] units: u32,
 ) {
-    let first = CUBE_POS_X * vectors;
+    let row = CUBE_POS as u32;
+    if row >= rows {
+        terminate!();
+    }
+    let first = row * vectors;
     let mut largest = 0u32.runtime();
     let mut own = 0u32.runtime();
     let mut at = UNIT_POS;
@@ -122,6 +130,6 @@ fn argmax_kernel<F: Float, N: Size>(
     let candidate = select(largest == of_row, !own, 0u32);
     let found = !max_of_cube::<u32>(candidate, plane, units);
     if UNIT_POS == 0u32 {
-        indices[CUBE_POS_X as usize] = i32::cast_from(found);
+        indices[row as usize] = i32::cast_from(found);
     }
 }

@@ -111,6 +111,7 @@ pub fn attend(
     positions: usize,
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
+    device.check_decoder(dtype)?;
     let AttentionShape { batch, heads, capacity, head_dim, .. } = shape;
     check_attention(&shape, positions)?;
     operands.check_memory(&shape, positions, dtype)?;
@@ -193,8 +194,8 @@ pub(super) fn head_vector(head_dim: u32, dtype: Dtype) -> u32 {
     widest_vector(head_dim as usize / 2, dtype) as u32
 }
 
-/// Bytes of the shared memory of a cube that products and outputs take: the rest is for queries and
-/// weights.
+/// Returns the most f32 values that products and outputs take in the shared memory of a cube: the
+/// rest is for queries, weights and a key.
 const fn most_values(shared_memory: usize) -> u32 {
     (shared_memory / 4 * 3 / 4) as u32
 }
@@ -216,6 +217,9 @@ struct Plan {
     vector: u32,
     /// Units per channel of the cube that adds the tiles.
     parts: u32,
+    /// True if units take the token's own key and value from shared memory and the operands: on
+    /// wgpu a barrier does not order the cache's memory.
+    keeps_own: bool,
     conversion: Conversion,
 }
 
@@ -243,7 +247,7 @@ impl Plan {
         let most_units = if together > 1 { together } else { 16 };
         // A power of two, so that planes are whole.
         let units = 1 << (values / (vector * queries + 1)).min(most_units).ilog2();
-        let units = units.max(columns.next_power_of_two());
+        let units = units.max(columns.next_power_of_two()).max(device.plane);
         // Without planes a unit adds the scores of a tile.
         let most_tile = if device.plane > 1 { 64 } else { 8 };
         let tile = (values / ((columns + 1) * queries)).min(most_tile);
@@ -254,7 +258,18 @@ impl Plan {
         let parts = most_parts.clamp(1, 8);
         let groups = (heads / kv_heads) as u32 / queries;
         let (plane, conversion) = (device.plane, Conversion::to(dtype, device));
-        Self { units, plane, tile, queries, groups, head_dim, vector, parts, conversion }
+        Self {
+            units,
+            plane,
+            tile,
+            queries,
+            groups,
+            head_dim,
+            vector,
+            parts,
+            keeps_own: device.portable.is_some(),
+            conversion,
+        }
     }
 
     /// Vectors of a head.
@@ -289,7 +304,8 @@ impl Plan {
     /// Bytes in shared memory.
     const fn bytes(&self) -> usize {
         let queries = self.queries * (self.head_dim + self.tile);
-        4 * (self.shared() + queries) as usize
+        let own = if self.keeps_own { self.head_dim } else { 0 };
+        4 * (self.shared() + queries + own) as usize
     }
 }
 
@@ -427,6 +443,9 @@ fn attend_kernel<F: Float, N: Size>(
     let key_head = CUBE_POS_Z * (CUBE_COUNT_Y / groups) + kv_head;
     let cached = key_head * capacity * columns;
     let angles = position * comptime!(head_dim / 2);
+    let keeps_own = comptime!(plan.keeps_own);
+    let own_len = comptime!(if keeps_own { head_dim } else { 1 });
+    let mut own_key = Shared::<[f32]>::new_slice(comptime!(own_len as usize));
 
     if position - start < tile {
         if UNIT_POS < half {
@@ -437,6 +456,14 @@ fn attend_kernel<F: Float, N: Size>(
             let to = cached + position * columns + UNIT_POS;
             key_cache[to as usize] = to_vector::<F, N>(&low, vector, conversion);
             key_cache[(to + half) as usize] = to_vector::<F, N>(&high, vector, conversion);
+            if comptime!(keeps_own) {
+                #[unroll]
+                for index in 0..vector {
+                    let to = UNIT_POS * vector + index;
+                    own_key[to as usize] = low[index as usize];
+                    own_key[(to + comptime!(head_dim / 2)) as usize] = high[index as usize];
+                }
+            }
         }
         if UNIT_POS < columns {
             let to = cached + position * columns + UNIT_POS;
@@ -456,6 +483,22 @@ fn attend_kernel<F: Float, N: Size>(
         let from = (cached + at * columns + column) as usize;
         loaded_keys[index as usize] = key_cache[from];
         loaded_values[index as usize] = value_cache[from];
+    }
+    if comptime!(keeps_own) {
+        let value = values[(key_head * columns + column) as usize];
+        #[unroll]
+        for index in 0..steps {
+            let beyond = start + place + comptime!(index * step) >= position;
+            if beyond && position - start < tile {
+                let mut own = Array::<f32>::new(comptime!(vector as usize));
+                #[unroll]
+                for channel in 0..vector {
+                    own[channel as usize] = own_key[(column * vector + channel) as usize];
+                }
+                loaded_keys[index as usize] = to_vector::<F, N>(&own, vector, conversion);
+                loaded_values[index as usize] = value;
+            }
+        }
     }
 
     let first_query =
@@ -687,6 +730,7 @@ mod tests {
             bf16: true,
             cmma_f16: false,
             cmma_bf16: false,
+            decoder: true,
             units,
             shared_memory,
         };
@@ -696,7 +740,15 @@ mod tests {
             ..GPU
         };
         let vulkan = wgpu(32, 48 << 10, 1024);
-        let devices = [GPU, CPU, vulkan, wgpu(1, 16 << 10, 256), wgpu(64, 32 << 10, 256)];
+        let devices = [
+            GPU,
+            CPU,
+            vulkan,
+            wgpu(1, 16 << 10, 256),
+            wgpu(64, 16 << 10, 256),
+            wgpu(64, 32 << 10, 256),
+            wgpu(128, 32 << 10, 256),
+        ];
         for device in devices {
             for (queries, half) in (1..=20).flat_map(|queries| (1..=128).map(move |h| (queries, h)))
             {
@@ -706,7 +758,8 @@ mod tests {
                     let plan = Plan::new(&shape, dtype, &device);
                     assert!(plan.bytes() <= device.shared_memory(), "{plan:?}");
                     assert!(plan.step() > 0 && plan.tile > 0 && plan.parts > 0, "{plan:?}");
-                    assert_eq!(plan.units % plan.plane, 0, "{plan:?}");
+                    let whole = plan.units >= plan.plane && plan.units.is_multiple_of(plan.plane);
+                    assert!(whole, "{plan:?}");
                     assert_eq!(plan.queries * plan.groups, queries as u32, "{plan:?}");
                 }
             }

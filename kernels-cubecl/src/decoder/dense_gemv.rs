@@ -60,6 +60,7 @@ pub fn dense_gemv(
     transposed: bool,
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
+    device.check_decoder(dtype)?;
     if m > MAX_DENSE_GEMV_ROWS {
         let (expected, found) = (MAX_DENSE_GEMV_ROWS, m);
         return Err(Refusal::Mismatch { what: "rows of the input", expected, found });

@@ -59,6 +59,7 @@ pub fn int8_gemv(
     [m, n, k]: [usize; 3],
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
+    device.check_decoder(dtype)?;
     let same = |what, expected, found| match expected == found {
         true => Ok(()),
         false => Err(Refusal::Mismatch { what, expected, found }),

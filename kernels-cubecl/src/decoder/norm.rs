@@ -56,6 +56,7 @@ pub fn rms_norm(
     dtype: Dtype,
     epsilon: f32,
 ) -> Result<Normalized, Refusal> {
+    device.check_decoder(dtype)?;
     let (found, expected) = (rows.saturating_mul(channels), View::MAX_LEN);
     if found > expected {
         return Err(Refusal::TooLarge { found, expected });
@@ -104,6 +105,7 @@ fn launch<F: Float>(
     // CubeCL's CPU runtime does not compile rows of bf16 in registers.
     let kept = if device.plane > 1 { vectors.div_ceil(units as usize).min(KEPT) } else { 0 };
     let len = rows * vectors;
+    let [x, y] = device.two_dimensions(rows as u32);
     let adds = update.is_some();
     let sums = outputs.sums.clone().unwrap_or_else(|| outputs.normalized.clone());
     // SAFETY: the lengths match the shape. Without an update it and the sums stand for the input
@@ -111,7 +113,7 @@ fn launch<F: Float>(
     unsafe {
         norm_kernel::launch_unchecked::<F>(
             client,
-            CubeCount::Static(rows as u32, 1, 1),
+            CubeCount::Static(x, y, 1),
             CubeDim::new_1d(units),
             vector,
             BufferArg::from_raw_parts(input.clone(), len),
@@ -119,6 +121,7 @@ fn launch<F: Float>(
             BufferArg::from_raw_parts(weight, vectors),
             BufferArg::from_raw_parts(sums, len),
             BufferArg::from_raw_parts(outputs.normalized.clone(), len),
+            rows as u32,
             vectors as u32,
             epsilon,
             vector as u32,
@@ -139,6 +142,7 @@ fn norm_kernel<F: Float, N: Size>(
     weight: &[Vector<F, N>],
     sums: &mut [Vector<F, N>],
     normalized: &mut [Vector<F, N>],
+    rows: u32,
     vectors: u32,
     epsilon: f32,
     #[comptime] vector: u32,
@@ -148,7 +152,10 @@ fn norm_kernel<F: Float, N: Size>(
     #[comptime] plane: u32,
     #[comptime] units: u32,
 ) {
-    let first = CUBE_POS_X * vectors;
+    if CUBE_POS as u32 >= rows {
+        terminate!();
+    }
+    let first = CUBE_POS as u32 * vectors;
     // Loaded at once, before any of them is waited for.
     let mut values = Array::<Vector<F, N>>::new(comptime!(kept.max(1) as usize));
     let mut updates = Array::<Vector<F, N>>::new(comptime!(kept.max(1) as usize));

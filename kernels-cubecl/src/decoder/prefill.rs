@@ -98,6 +98,7 @@ pub fn rotate_into_cache(
     positions: usize,
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
+    device.check_decoder(dtype)?;
     check_prefill(&shape, positions)?;
     operands.check_memory(&shape, positions, dtype)?;
     let rotated =
@@ -254,6 +255,7 @@ pub fn attention_weights(
     positions: usize,
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
+    device.check_decoder(dtype)?;
     let AttentionShape { batch, tokens, heads, capacity, .. } = shape;
     check_prefill(&shape, positions)?;
     let rows = batch * heads * tokens;

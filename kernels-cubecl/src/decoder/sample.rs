@@ -54,6 +54,7 @@ pub fn sample(
     dtype: Dtype,
     options: SampleOptions,
 ) -> Result<Handle, Refusal> {
+    device.check_decoder(dtype)?;
     check_memory("logits", &logits, rows * vocab_size * dtype.size())?;
     check_memory("uniform values", &uniform, 4 * rows)?;
     if vocab_size == 0 {
@@ -114,16 +115,18 @@ fn launch<F: Float>(
         top_k: top_k.is_some_and(|top_k| top_k < vocab_size),
         top_p: top_p.is_some_and(|top_p| top_p < 1.0),
     };
+    let [x, y] = device.two_dimensions(rows as u32);
     // SAFETY: the lengths match the shape.
     unsafe {
         sample_kernel::launch_unchecked::<F>(
             client,
-            CubeCount::Static(rows as u32, 1, 1),
+            CubeCount::Static(x, y, 1),
             CubeDim::new_1d(plan.units),
             vector,
             BufferArg::from_raw_parts(logits, len),
             BufferArg::from_raw_parts(uniform, rows),
             BufferArg::from_raw_parts(tokens, rows),
+            rows as u32,
             vectors,
             1.0 / temperature,
             top_k.unwrap_or(0).max(1) as f32,
@@ -281,6 +284,7 @@ fn sample_kernel<F: Float, N: Size>(
     logits: &[Vector<F, N>],
     uniform: &[f32],
     tokens: &mut [i32],
+    rows: u32,
     vectors: u32,
     inverse_temperature: f32,
     top_k: f32,
@@ -288,7 +292,11 @@ fn sample_kernel<F: Float, N: Size>(
     #[comptime] plan: Plan,
 ) {
     let Plan { units, plane, vector, .. } = comptime!(plan);
-    let first = CUBE_POS_X * vectors;
+    let row = CUBE_POS as u32;
+    if row >= rows {
+        terminate!();
+    }
+    let first = row * vectors;
     let mut sums = Shared::<[f32]>::new_slice(comptime!((16 * (units + 1)) as usize));
 
     let largest = largest_of_row::<F, N>(logits, first, vectors, plan);
@@ -344,7 +352,7 @@ fn sample_kernel<F: Float, N: Size>(
             last = unit;
         }
     }
-    let target = max(uniform[CUBE_POS_X as usize] * total, 0.0f32);
+    let target = max(uniform[row as usize] * total, 0.0f32);
     let mine = before <= target && target < before + own;
     let within = target < total;
     if mine || (!within && last == UNIT_POS) {
@@ -366,7 +374,7 @@ fn sample_kernel<F: Float, N: Size>(
             }
             at += units;
         }
-        tokens[CUBE_POS_X as usize] = i32::cast_from(token);
+        tokens[row as usize] = i32::cast_from(token);
     }
 }
 

@@ -1,17 +1,17 @@
-//! GEMV on devices of CubeCL's wgpu runtime: few rows of the input, and no assumption about planes.
+//! GEMV on devices of CubeCL's wgpu runtime: few rows of the input, on planes of any size.
 //!
-//! Drivers choose the size of a plane, some for each kernel, so that sums go through shared memory.
-//! Without shared memory a unit is a group of its own.
+//! Sums go through shared memory: some drivers choose the size of a plane for each kernel. Planes
+//! of one size add their units before. Without shared memory a unit is a group of its own.
 //!
 //! ```text
-//! a cube of 256 units is 8 groups of 32 lanes; a group takes some packed rows and some rows of the
-//! input, and its lanes take turns along k:
-//!     for k_tile in every 32nd k tile:
+//! a cube of 256 units is groups of 32 or 64 lanes; a group takes some packed rows and some rows of
+//! the input, and its lanes take turns along k:
+//!     for k_tile in every k tile of the lane:
 //!         load the codes of the next k tile, and the block scales of this one
 //!         for eight codes at a time:
 //!             load the input's values at these k, for every row of the input
 //!             sums[row][input] += (the sum of element x value) x block scale, in f32
-//! sums go to shared memory; a unit adds the 32 of an output; epilogue
+//! sums go to shared memory; a unit adds those of an output; epilogue
 //! ```
 
 use burn_fp4_search::formats::ScaleGrid;

@@ -182,6 +182,7 @@ mod tests {
         bf16: false,
         cmma_f16: true,
         cmma_bf16: false,
+        decoder: true,
         units: 256,
         shared_memory: 48 << 10,
     };

@@ -94,6 +94,7 @@ pub enum Decoding {
 ///     bf16: false,
 ///     cmma_f16: true,
 ///     cmma_bf16: false,
+///     decoder: true,
 ///     units: 256,
 ///     shared_memory: 48 << 10,
 /// };
@@ -120,6 +121,8 @@ pub struct Portable {
     pub cmma_f16: bool,
     /// True if it multiplies such matrices of bf16.
     pub cmma_bf16: bool,
+    /// False if the kernels of a decoder failed the self-test.
+    pub decoder: bool,
     /// Largest number of units of a cube.
     pub units: u32,
     /// Bytes of shared memory of a cube; 0 on software rasterizers such as Mesa's lavapipe. CubeCL
@@ -147,6 +150,7 @@ impl Portable {
             bf16: holds(FloatKind::BF16),
             cmma_f16: multiplies(FloatKind::F16),
             cmma_bf16: multiplies(FloatKind::BF16),
+            decoder: true,
             units: properties.hardware.max_units_per_cube,
             shared_memory: match properties.identity.physical {
                 Some(_) => properties.hardware.max_shared_memory_size,
@@ -251,13 +255,16 @@ impl Capability {
     ///
     /// # Errors
     /// [`Refusal::Device`]: a device of the wgpu runtime has no buffers of the dtype, too small
-    /// cubes, or too little shared memory.
+    /// cubes, too little shared memory, or a driver whose values were wrong.
     pub fn check_decoder(&self, dtype: Dtype) -> Result<(), Refusal> {
         self.check_portable(dtype)?;
         match self.portable {
             Some(portable) if !portable.shares() => {
                 Err(Refusal::Device { lacks: "has too little shared memory" })
             }
+            Some(Portable { decoder: false, .. }) => Err(Refusal::Device {
+                lacks: "has a driver that failed the self-test of a decoder",
+            }),
             _ => Ok(()),
         }
     }

@@ -65,8 +65,11 @@ pub(crate) fn decoder_code<const N: usize>(
 #[cfg(feature = "cube")]
 fn has_gemv(device: &Device, dtype: DType) -> bool {
     cube_device(device).is_some_and(|device| {
+        if has_kernels(&device) {
+            return true;
+        }
         let capability = decoder_capability(&device, &device.client(), dtype);
-        capability.is_some_and(|found| found.plane > 1 || found.portable.is_none())
+        capability.is_some_and(|found| found.plane > 1)
     })
 }
 

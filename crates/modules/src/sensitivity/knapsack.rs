@@ -23,8 +23,8 @@ pub(super) struct Allocation {
     pub(super) bound: f64,
 }
 
-/// Finds the allocation with the least sum of errors within this many bytes. Returns `None` if even
-/// the smallest items of all groups take more. No group is empty.
+/// Finds an allocation within this many bytes whose sum of errors is near the bound. Returns `None`
+/// if even the smallest items of all groups take more. No group is empty.
 pub(super) fn choose(groups: &[Vec<Item>], bytes: usize) -> Option<Allocation> {
     let hulls: Vec<Vec<usize>> = groups.iter().map(|items| hull(items)).collect();
     let mut items: Vec<usize> = hulls.iter().map(|hull| hull[0]).collect();

@@ -99,11 +99,14 @@ struct Module {
     file: String,
     /// Names brought in by `use`, with their paths.
     imported: BTreeMap<String, Names>,
+    /// The last name of a glob is `*`.
     paths: Vec<Names>,
+    /// Count of the inline modules around the item that is read.
+    inline: usize,
 }
 
 /// Follows the paths of a crate's files, which are those in `folder`, through re-exports to the
-/// files that define the items.
+/// files that define the items. A glob leads to the file of its module.
 pub fn uses(folder: &str, files: &[File]) -> Uses {
     let mut modules = BTreeMap::new();
     for File { path, text } in files {
@@ -180,15 +183,31 @@ impl Module {
             UseTree::Group(group) => {
                 return group.items.iter().for_each(|tree| self.add_use(tree, before));
             }
-            UseTree::Glob(_) => return,
+            UseTree::Glob(_) => {
+                let path = [before.as_slice(), &["*".to_owned()]].concat();
+                return self.paths.push(self.path_in_file(path));
+            }
             UseTree::Name(name) if name.ident == "self" => {
                 (before.last().expect("a name").clone(), before.clone())
             }
             UseTree::Name(name) => (name.ident.to_string(), then(&name.ident)),
             UseTree::Rename(rename) => (rename.rename.to_string(), then(&rename.ident)),
         };
+        let path = self.path_in_file(path);
         self.paths.push(path.clone());
-        self.imported.insert(name, path);
+        // In an inline module, a name of its file.
+        if path[..] != ["self".to_owned(), name.clone()] {
+            self.imported.insert(name, path);
+        }
+    }
+
+    /// Turns a path within inline modules into one from their file, which `super` leads to.
+    fn path_in_file(&self, path: Names) -> Names {
+        let supers = path.iter().take(self.inline).take_while(|name| *name == "super").count();
+        match supers {
+            0 => path,
+            _ => [&["self".to_owned()][..], &path[supers..]].concat(),
+        }
     }
 }
 
@@ -202,7 +221,10 @@ impl<'a> Visit<'a> for Module {
             | Item::Use(syn::ItemUse { attrs, .. }) => attrs.as_slice(),
             _ => &[],
         };
-        let is_test = |list: &syn::MetaList| list.tokens.to_string() == "test";
+        let is_test = |list: &syn::MetaList| {
+            let condition = list.tokens.to_string().replace(' ', "");
+            condition == "test" || condition.starts_with("all(test,")
+        };
         let for_tests = |attribute: &Attribute| {
             attribute.path().is_ident("cfg") && attribute.meta.require_list().is_ok_and(is_test)
         };
@@ -212,13 +234,16 @@ impl<'a> Visit<'a> for Module {
         if let Item::Use(item) = item {
             self.add_use(&item.tree, &Names::new());
         }
+        let inline = usize::from(matches!(item, Item::Mod(module) if module.content.is_some()));
+        self.inline += inline;
         visit::visit_item(self, item);
+        self.inline -= inline;
     }
 
     fn visit_path(&mut self, path: &'a syn::Path) {
         let names: Names = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
         if names.len() > 1 {
-            self.paths.push(names);
+            self.paths.push(self.path_in_file(names));
         }
         visit::visit_path(self, path);
     }

@@ -161,8 +161,8 @@ impl Weight<'_> {
         }
     }
 
-    /// Returns true for the scale, or the offset, of a quantized cache of keys and values, which is
-    /// part of no layer's weight: `self_attn.k_proj.k_scale` and its like.
+    /// Returns true for a scale or an offset of a quantized KV cache, such as
+    /// `self_attn.k_proj.k_scale`. It is not part of a layer's weight.
     ///
     /// ```
     /// use burn_fp4_checkpoints::{Dtype, Tensor, Value, Weight};

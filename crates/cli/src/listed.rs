@@ -27,7 +27,8 @@ pub(crate) fn file_ending(name: &str, ends: &[&str]) -> Result<PathBuf, String> 
     }
 }
 
-/// A sentence, and a line for each name with what it means; on a narrow terminal that is below it.
+/// Formats a sentence, and a line for each name and its meaning. On a narrow terminal the meaning
+/// has a line of its own.
 pub(crate) fn listed(head: &str, rows: &[(&str, String)]) -> String {
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     let line = |(name, what): &(&str, String)| match is_narrow() {

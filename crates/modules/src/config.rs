@@ -274,8 +274,8 @@ impl Fp4Config {
         }
     }
 
-    /// The configuration of a recipe of `fp4 quantize`, which does to a module what the command
-    /// does to its files. Weights have the names that the map gives them in files; use that of
+    /// Makes the configuration of a recipe of `fp4 quantize`. It quantizes a module as the command
+    /// quantizes its files. Weights have the names that the map gives them in files; use that of
     /// [`save_fp4`](crate::Fp4Module::save_fp4). Presets, layers, families and the constraints of
     /// the dialect are the same as for files.
     /// [`Fp4Report::save_recipe`](crate::Fp4Report::save_recipe) has an example.

@@ -95,8 +95,8 @@ fn end_of(name: &str, width: usize) -> String {
     format!("…{end}")
 }
 
-/// Returns the cells of parameters of one pattern, with an empty one for an error that is not
-/// known. An error is of all their values.
+/// Returns the cells of a row for the parameters of one pattern. An error is over all values of the
+/// parameters; its cell is empty if it is unknown.
 fn row(folded: &Folded, members: &[&ParameterReport]) -> [String; 5] {
     let percent = |of: fn(&ParameterReport) -> Option<SquaredError>| {
         let error = SquaredError::sum(members.iter().filter_map(|one| of(one)));

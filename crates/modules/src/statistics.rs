@@ -155,7 +155,7 @@ impl Calibration {
         self.grams.insert((path.into(), axis, slice), Arc::new(gram));
     }
 
-    /// Paths, axes, slices, and the statistics of the inputs there.
+    /// Iterates over the statistics, with the path, axis and slice of their weights.
     pub fn iter(&self) -> impl Iterator<Item = (&str, usize, usize, &Gram)> {
         let grams = self.grams.iter();
         grams.map(|((path, axis, slice), gram)| (path.as_str(), *axis, *slice, &**gram))

@@ -142,7 +142,7 @@ pub enum OpsError {
     /// `init` came after the first operation on a Cube device.
     #[error("burn_fp4::init: {0}")]
     Registration(String),
-    /// A pass cannot be captured as a graph.
+    /// A pass cannot be captured.
     #[error("graph: the pass cannot be captured: {0}")]
     Capture(String),
     /// A device failed, or devices cannot add up their sums.

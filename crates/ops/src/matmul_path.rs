@@ -63,7 +63,7 @@ pub enum DequantizeReason {
     NotInitialized,
     /// Blocks run along another axis than the layer reads them.
     Axis {
-        /// The axis.
+        /// Axis of the weight that the blocks run along.
         axis: usize,
     },
     /// The weight is not a matrix.

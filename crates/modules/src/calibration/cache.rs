@@ -20,7 +20,7 @@ pub(crate) struct Cache {
     digest: String,
 }
 
-/// The shape of the statistics of one input of layers, which a file has to hold.
+/// Shape of the statistics that a file must hold for one input of layers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GramShape {
     pub(crate) slices: usize,

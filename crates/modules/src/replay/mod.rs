@@ -27,10 +27,10 @@ pub use self::tensors::{ReplayParts, ReplayTensors};
 const MOST: usize = 16;
 
 /// The forward pass of a model, captured for the shapes of its inputs by a device that can (CUDA,
-/// wgpu), and replayed from then on as one: hundreds of launches from the host become one.
-/// Elsewhere the pass itself runs, with the same results; [`is_graph`](Self::is_graph) says which.
-/// On hosts a thread of rayon's pool runs it, and the others stay awake: operations need not wake
-/// one up each.
+/// wgpu), and replayed from then on. A captured pass is one launch on CUDA, instead of hundreds; on
+/// wgpu CubeCL encodes the prepared launches again. Elsewhere the pass itself runs, with the same
+/// results; [`is_graph`](Self::is_graph) says which. On hosts a thread of rayon's pool runs it, and
+/// the others stay awake: operations need not wake one up each.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -89,9 +89,10 @@ const MOST: usize = 16;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// **Where graphs are.** On the first CUDA device, and on Burn's default devices of wgpu and
-/// Vulkan, after [`init`](burn_fp4_ops::init), for inputs that are not differentiated; the device
-/// of the first input counts. wgpu has no graphs: CubeCL encodes the prepared launches again.
+/// **Where passes are captured.** On the first CUDA device, and on Burn's default devices of wgpu
+/// and Vulkan, after [`init`](burn_fp4_ops::init), for inputs that are not differentiated; the
+/// device of the first input counts. On wgpu a pass that uploads values (`from_data`) cannot be
+/// captured.
 ///
 /// **Threads.** A replay may run on any thread, threads may have replays of one model, and a model
 /// may have been made by several: the device captures on the stream of the thread that made most of
@@ -160,14 +161,14 @@ struct Capture {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplayError {
-    /// The pass reads values, waits for the device, takes more memory in one run than in another,
-    /// has tensors on other devices than its first input, or of other threads that are no
-    /// parameters, or gives other shapes in another run. Or other threads put data on a device, or
-    /// read from one, while it was captured.
+    /// The pass reads values, uploads values (`from_data`) on wgpu, waits for the device, takes
+    /// more memory in one run than in another, has tensors on other devices than its first input,
+    /// or of other threads that are no parameters, or gives other shapes in another run. Or other
+    /// threads put data on a device, or read from one, while it was captured.
     #[error(
         "the pass cannot be captured: {reason}; it may not read values (`into_data`, \
-         `into_scalar`), nor depend on anything but its arguments, and tensors of other threads \
-         have to be parameters"
+         `into_scalar`), nor on wgpu upload them (`from_data`), nor depend on anything but its \
+         arguments, and tensors of other threads have to be parameters"
     )]
     Capture {
         /// The message of the device.
@@ -253,7 +254,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
         }
     }
 
-    /// Returns true if the latest run replayed or captured a graph of the device. Otherwise it ran
+    /// Returns true if the latest run replayed a captured pass, or captured it. Otherwise it ran
     /// the pass itself.
     pub fn is_graph(&self) -> bool {
         self.is_graph
@@ -268,7 +269,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
     ///
     /// let mut replay = Replay::new(Relu::new(), |relu: &Relu, x: Tensor<1>| relu.forward(x));
     /// replay.run(Tensor::ones([2], &Device::flex()))?;
-    /// assert_eq!(replay.captures(), 0); // a CPU runs the pass; CUDA has a capture now
+    /// assert_eq!(replay.captures(), 0); // a CPU runs the pass; CUDA and wgpu have a capture now
     /// # Ok::<(), burn_fp4_modules::ReplayError>(())
     /// ```
     pub fn captures(&self) -> usize {

@@ -14,17 +14,17 @@ pub(super) struct Item {
     pub(super) error: f64,
 }
 
-/// A choice.
+/// Allocation of bytes: one item of each group.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Allocation {
-    /// By group the number of its item.
+    /// Index of the item, for each group.
     pub(super) items: Vec<usize>,
-    /// No choice within the bytes has a smaller sum of errors than this.
+    /// Lower bound of the sum of errors of every allocation within the bytes.
     pub(super) bound: f64,
 }
 
-/// The choice with the least sum of errors that was found within this many bytes; none if even the
-/// smallest items of all groups take more. No group is empty.
+/// Finds an allocation within this many bytes whose sum of errors is near the bound. Returns `None`
+/// if even the smallest items of all groups take more. No group is empty.
 pub(super) fn choose(groups: &[Vec<Item>], bytes: usize) -> Option<Allocation> {
     let hulls: Vec<Vec<usize>> = groups.iter().map(|items| hull(items)).collect();
     let mut items: Vec<usize> = hulls.iter().map(|hull| hull[0]).collect();
@@ -112,7 +112,7 @@ fn best_change(groups: &[Vec<Item>], items: &[usize], left: usize) -> Option<(us
 mod tests {
     use super::*;
 
-    /// Every choice, tried.
+    /// Tries every allocation and returns the least sum of errors.
     fn least(groups: &[Vec<Item>], bytes: usize) -> Option<f64> {
         let Some((first, rest)) = groups.split_first() else { return Some(0.0) };
         let with = |item: &Item| Some(item.error + least(rest, bytes.checked_sub(item.bytes)?)?);

@@ -8,8 +8,8 @@
 //! | `flex_decoder.rs`        | these on `flex`                                                   |
 //! | `huge_pages.rs`          | memory of weights, which share huge pages                         |
 //! | `scratch.rs`             | memory of a dequantized weight, kept for the next one             |
-//! | `cube/`                  | kernels on CUDA and CubeCL's CPU runtime, graphs on CUDA          |
-//! | `no_graph.rs`            | graphs in a build without Cube devices                            |
+//! | `cube/`                  | kernels on CUDA, wgpu and CubeCL's CPU runtime; captured passes   |
+//! | `no_graph.rs`            | captured passes in a build without Cube devices                   |
 //! | `portable/`              | the same bits from tensor operations, for any other device        |
 //! | `autodiff.rs`            | gradients                                                         |
 //! | `backend_interpreter.rs` | recorded operations, on any of them                               |

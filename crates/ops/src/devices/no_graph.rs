@@ -1,19 +1,19 @@
-//! Graphs in a build without Cube devices: no device captures any.
+//! Captured passes in a build without Cube devices: no device captures any.
 
 use burn::backend::DispatchTensor;
 use burn::tensor::Device;
 
 use crate::error::OpsError;
 
-/// Returns true if a device captures graphs: the first CUDA device, after [`init`](crate::init),
-/// in a build with the feature `cuda`.
+/// Returns true if a device captures passes: the first CUDA device, and Burn's default devices of
+/// wgpu and Vulkan, after [`init`](crate::init), in a build with the feature `cuda` or `wgpu`.
 #[must_use]
 pub fn captures_graphs(_device: &Device) -> bool {
     false
 }
 
 /// Tensors that replays of a [`CapturedGraph`] carry from one to the next. Exists only in builds
-/// with the feature `cuda`.
+/// with Cube devices.
 #[derive(Debug)]
 pub enum GraphState {}
 
@@ -27,7 +27,8 @@ impl GraphState {
         _weights: Vec<DispatchTensor>,
         _tensors: Vec<DispatchTensor>,
     ) -> Result<Self, OpsError> {
-        Err(OpsError::Capture(format!("{device:?} has no graphs; use a CUDA device")))
+        let reason = format!("{device:?} captures no passes; use a CUDA or wgpu device");
+        Err(OpsError::Capture(reason))
     }
 
     /// Returns true if some weights are in memory of another stream than the one that captures.
@@ -56,8 +57,8 @@ impl GraphState {
     }
 }
 
-/// A forward pass captured as a graph of the device, which launches it as one. Exists only in
-/// builds with the feature `cuda`.
+/// A captured forward pass: one launch on CUDA; on wgpu CubeCL encodes the prepared launches again.
+/// Exists only in builds with Cube devices.
 #[derive(Debug)]
 pub enum CapturedGraph {}
 

@@ -5,10 +5,10 @@
 //! |--------------------|------------------------------------------------------------------------|
 //! | `mod.rs`           | [`Fp4Backend`] of Cube devices                                         |
 //! | `decoder.rs`       | norms and attention of a decoder, and the draw of tokens               |
-//! | `matmul.rs`        | products straight from the codes; what those of a graph prefetch       |
+//! | `matmul.rs`        | products straight from the codes; prefetches in a captured pass        |
 //! | `deterministic.rs` | products and sums with fixed, not autotuned, kernels                   |
 //! | `queues.rs`        | the worker threads of a device                                         |
-//! | `graph/`           | passes captured as CUDA graphs                                         |
+//! | `graph/`           | captured passes: one launch on CUDA, launches encoded again on wgpu    |
 //! | `device.rs`        | devices with kernels; tensors in the form that kernels take            |
 
 mod decoder;

@@ -1,5 +1,5 @@
-//! Forward passes captured as graphs: [`CapturedGraph`]. CUDA launches a graph as one; wgpu has no
-//! graphs, so CubeCL keeps the prepared launches there, and encodes them again.
+//! Captured forward passes: [`CapturedGraph`]. A captured pass is one launch on CUDA; on wgpu
+//! CubeCL encodes the prepared launches again, and refuses to capture a pass that uploads values.
 //!
 //! A graph is bound to memory: every replay reads and writes the addresses of the capture. So a
 //! graph has buffers of its own; inputs are copied into them and outputs out of them. State that is
@@ -32,7 +32,7 @@ use super::queues;
 pub use self::replay::CapturedGraph;
 pub use self::state::GraphState;
 
-/// Returns true if a device captures graphs: the first CUDA device, and Burn's default devices of
+/// Returns true if a device captures passes: the first CUDA device, and Burn's default devices of
 /// wgpu and Vulkan, after [`init`](crate::init). An autodiff device does not.
 #[must_use]
 pub fn captures_graphs(device: &Device) -> bool {

@@ -26,15 +26,15 @@ use crate::error::OpsError;
 /// past the queues, to the stream that another thread may be capturing.
 static CAPTURING: Mutex<()> = Mutex::new(());
 
-/// A forward pass captured as a graph of the device, which launches it as one. The graph is bound
-/// to the shapes and dtypes of its inputs, and to everything else the pass reads, which must not
-/// change as long as the graph is used.
+/// A captured forward pass: one launch on CUDA; on wgpu CubeCL encodes the prepared launches again.
+/// It is bound to the shapes and dtypes of its inputs, and to everything else the pass reads, which
+/// must not change as long as it is used.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
 /// use burn_fp4_ops::{CapturedGraph, GraphState, captures_graphs};
 ///
-/// let device = Device::flex(); // with `Device::cuda(0)`, after `init`, it is captured
+/// let device = Device::flex(); // on CUDA and wgpu, after `init`, it is captured
 /// let x = vec![Tensor::<1>::from_floats([1.0, 2.0], &device).into_dispatch()];
 /// let doubled = GraphState::new(&device, vec![], vec![]).and_then(|mut state| {
 ///     let graph = CapturedGraph::capture(&mut state, x.clone(), &|state, mut inputs| {
@@ -87,10 +87,10 @@ impl CapturedGraph {
     /// must use the device only from the thread that calls it: another thread would wait for ever.
     ///
     /// # Errors
-    /// [`OpsError::Capture`] if the pass cannot be captured: it reads values, waits for the
-    /// device, takes memory that it did not take before, has tensors on another device, or of
-    /// another stream, or shapes that differ between runs. The state keeps its values, but other
-    /// graphs captured on it are void, unless it is empty.
+    /// [`OpsError::Capture`] if the pass cannot be captured: it reads values, uploads values
+    /// (`from_data`) on wgpu, waits for the device, takes memory that it did not take before, has
+    /// tensors on another device, or of another stream, or shapes that differ between runs. The
+    /// state keeps its values, but other graphs captured on it are void, unless it is empty.
     pub fn capture(
         state: &mut GraphState,
         inputs: Vec<DispatchTensor>,
@@ -166,7 +166,7 @@ impl CapturedGraph {
     }
 }
 
-/// An operation of the stream: copies inputs in, launches the graph, copies outputs out.
+/// An operation of the stream: copies inputs in, replays the graph, copies outputs out.
 struct Replay {
     graph: Arc<Graph>,
     inputs: Vec<TensorIr>,

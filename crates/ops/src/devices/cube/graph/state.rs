@@ -45,14 +45,15 @@ impl GraphState {
     /// alone: other weights have to be [gathered](Self::gather).
     ///
     /// # Errors
-    /// [`OpsError::Capture`] if a tensor is on another device, or the device captures no graphs.
+    /// [`OpsError::Capture`] if a tensor is on another device, or the device captures no passes.
     pub fn new(
         device: &Device,
         weights: Vec<DispatchTensor>,
         tensors: Vec<DispatchTensor>,
     ) -> Result<Self, OpsError> {
         let burn::backend::DispatchDevice::Cube(cube) = device.as_dispatch() else {
-            return Err(not_captured(format!("{device:?} has no graphs; use a CUDA device")));
+            let reason = format!("{device:?} captures no passes; use a CUDA or wgpu device");
+            return Err(not_captured(reason));
         };
         queues::relax_this_thread(device);
         let device = cube;
@@ -79,7 +80,7 @@ impl GraphState {
     ///
     /// # Errors
     /// [`OpsError::Device`] if the tensor could not be computed; [`OpsError::Capture`] if the
-    /// device captures no graphs.
+    /// device captures no passes.
     pub fn gather(&mut self, tensor: DispatchTensor) -> Result<Option<DispatchTensor>, OpsError> {
         let autodiff = tensor.autodiff;
         let Ok(tensor) = fused_on(&self.device, tensor) else { return Ok(None) };

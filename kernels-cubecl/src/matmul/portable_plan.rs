@@ -120,10 +120,11 @@ impl PortableGemv {
         };
         let cubes = |group_n: u32| n.div_ceil((group_n * UNITS / lanes) as usize) * tiles;
         // Fewer packed rows per group if the device would not be busy otherwise.
+        let busy = if dtype == Dtype::F32 && group_m > 2 { 2 * BUSY_GEMV } else { BUSY_GEMV };
         let group_n = [4, 2]
             .into_iter()
             .filter(|&group_n| group_n <= most && group_n * group_m <= MAX_SUMS)
-            .find(|&group_n| cubes(group_n) >= BUSY_GEMV)
+            .find(|&group_n| cubes(group_n) >= busy)
             .unwrap_or(1);
         // Sums of more outputs by planes take registers, and fewer units run at a time.
         let by_planes = device.plane <= lanes && group_n * group_m <= 4;

@@ -258,8 +258,9 @@ impl Policy {
 /// Finds the families: members with equal keys, by their numbers, in the order of the first ones. A
 /// member without a key is in none, and one with a key of its own is alone.
 ///
-/// Names are the keys of files and of lists that a user has written ([`Family`]); statistics of
-/// inputs, by their identity, belong to layers that were seen to run.
+/// Names are the keys of files and of lists that a user has written
+/// ([`Family`](crate::Family)); statistics of inputs, by their identity, belong to layers that were
+/// seen to run.
 ///
 /// ```
 /// use burn_fp4_policy::{Family, Reason, families, keep_together};

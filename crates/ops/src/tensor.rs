@@ -5,8 +5,7 @@ use burn::backend::ops::IntTensorOps;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData, Transaction};
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale, check_scales};
 
-use crate::devices::extension::Fp4Backend;
-use crate::devices::weight_data;
+use crate::devices::extension::{Fp4Backend, weight_data};
 use crate::error::OpsError;
 use crate::layout::{Fp4Layout, Fp4Primitive, check_dtype};
 

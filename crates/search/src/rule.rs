@@ -11,7 +11,6 @@ use burn_fp4_formats::{E2M1, Fp4Format};
 use serde::{Deserialize, Serialize};
 
 use crate::scale_grid::{PowerRounding, SIXTH, power_of_two};
-use crate::tensor_scale::TensorFactor;
 
 /// Turns the amax of a block into its scale. A rule belongs to one format.
 ///
@@ -112,6 +111,22 @@ const fn power(
         normalization,
         keeps_negative_zero: true,
     }
+}
+
+/// Holds the tensor scale as the two factors that the rules use, with the amax it came from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TensorFactor {
+    /// Largest magnitude that the factor was made for.
+    pub amax: f32,
+    /// Multiplier of block scales before they are rounded ("S_enc").
+    pub encode: f32,
+    /// Multiplier of dequantization: the stored tensor scale ("S_dec").
+    pub decode: f32,
+}
+
+impl TensorFactor {
+    /// The factor of a tensor without a tensor scale.
+    pub const ONE: Self = Self { amax: 1.0, encode: 1.0, decode: 1.0 };
 }
 
 /// The facts of a [`ScaleRule`].

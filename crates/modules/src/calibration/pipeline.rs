@@ -20,7 +20,8 @@ use std::thread::{self, Scope, ScopedJoinHandle};
 use burn::module::Module;
 use burn_fp4_ops::{FetchedGram, Gram, OpsError};
 
-use crate::error::{Fp4Error, caught};
+use crate::error::Fp4Error;
+use crate::transfer::caught;
 
 use super::batches::{RecordedBatches, Replacement};
 use super::cache::{Cache, GramShape};

@@ -13,7 +13,6 @@
 //! | `method.rs`            | [`Method`], and the table of methods with names                  |
 //! | `activations.rs`       | [`Activations`]: the input of a product with a packed weight     |
 //! | `names.rs`             | parsing and printing of the names in these rows                  |
-//! | `rows.rs`              | the macro of these tables                                        |
 //! | `scale_grid.rs`        | the block scales of a format                                     |
 //! | `rounding.rs`          | [`Rounding`]: to the nearest code, or at random                  |
 //! | `philox.rs`            | counter-based random numbers                                     |
@@ -37,9 +36,6 @@
 #![warn(missing_debug_implementations)]
 // Loops over lanes and matrices use the indices of the formulas.
 #![allow(clippy::needless_range_loop)]
-
-#[macro_use]
-mod rows;
 
 mod activations;
 mod best_tensor_scale;

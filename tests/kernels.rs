@@ -712,7 +712,7 @@ fn hadamard_transforms() {
             for kind in [Kind::Outliers, Kind::Subnormal, Kind::WideRange] {
                 let dense = Dense::new(1, view.len(), &kind.values(view.len(), 1), dtype);
                 for (signs, inverse) in [(0xD7E8, false), (0x1234, true)] {
-                    device.check_hadamard(&dense, view, Hadamard { signs }, inverse);
+                    device.check_hadamard(&dense, view, Hadamard::with_signs(signs), inverse);
                 }
             }
         }

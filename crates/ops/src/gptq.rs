@@ -45,7 +45,8 @@ pub fn quantize_gptq<const D: usize>(
     scheme.with_method((*options).into()).validate()?;
     Fp4Layout::new(&values.shape(), axis, scheme)?;
     check_length("channels of the Gram matrix", values.dims()[axis], gram.channels())?;
-    let transformed = scheme.hadamard.map(|hadamard| gram.transformed(hadamard)).transpose()?;
+    let transformed =
+        scheme.hadamard.map(|hadamard| gram.clone().transformed(hadamard)).transpose()?;
     let gram = transformed.as_ref().unwrap_or(gram);
     let hessian_factor = HessianFactor::new(gram, options, scheme.block_size, &values.device())?;
     let scheme = scheme.with_non_finite(NonFinite::Reject);

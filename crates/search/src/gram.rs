@@ -427,12 +427,11 @@ impl Gram {
     /// # Errors
     /// [`SearchError::Format`] if the size of the transform does not divide the channels, or the
     /// known blocks.
-    pub fn transformed(&self, hadamard: Hadamard) -> Result<Self, SearchError> {
+    pub fn transformed(mut self, hadamard: Hadamard) -> Result<Self, SearchError> {
         let (size, side) = (hadamard.size(), self.layout.side());
         check_blocks(self.channels(), size)?;
         check_blocks(self.block_size(), size)?;
-        let mut transformed = self.clone();
-        let values = transformed.values.par_chunks_exact_mut(self.layout.tile_len());
+        let values = self.values.par_chunks_exact_mut(self.layout.tile_len());
         values.for_each(|tile| {
             let mut part = vec![0.0; size * size];
             for row in (0..side).step_by(size) {
@@ -444,8 +443,8 @@ impl Gram {
                 }
             }
         });
-        transformed.mirror();
-        Ok(transformed)
+        self.mirror();
+        Ok(self)
     }
 
     /// Returns the matrices along the diagonal, one for every block of channels.

@@ -98,7 +98,7 @@ impl Method {
             return match statistics {
                 Statistics::None => self.quantize_view(&transformed, view, &scheme, statistics),
                 Statistics::Gram(gram) => {
-                    let gram = gram.transformed(hadamard)?;
+                    let gram = gram.clone().transformed(hadamard)?;
                     self.quantize_view(&transformed, view, &scheme, Statistics::Gram(&gram))
                 }
                 Statistics::SecondMoments(_) => Err(SearchError::TransformedMoments),

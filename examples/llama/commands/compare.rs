@@ -7,7 +7,7 @@ use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
     Budget, Calibration, CalibrationOptions, Candidate, Fp4Config, Fp4Format, Fp4Module, Fp4Scheme,
-    Gptq, Method, ScaleRule, Sse, Unused,
+    Gptq, Hadamard, Indivisible, KeepReason, Method, Outcome, ScaleRule, Sse, Unused,
 };
 use examples::table::{figure, table};
 use llama::{
@@ -33,7 +33,8 @@ pub(crate) struct Arguments {
     /// Windows of 256 tokens to calibrate on.
     #[arg(long, default_value_t = 128)]
     calibration_windows: usize,
-    /// Windows of 128 tokens to differentiate the loss on, for the budgets.
+    /// Windows of 128 tokens to differentiate the loss on, for the budgets. With 0 no budgets are
+    /// compared.
     #[arg(long, default_value_t = 256)]
     loss_windows: usize,
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
@@ -89,7 +90,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         for (format, seeds) in Fp4Format::ALL.into_iter().zip(&mut calibrated) {
             seeds.push(comparison.calibrated(format, seed, &calibration)?);
         }
-        budgets.push(comparison.budgets(seed, &calibration)?);
+        if arguments.loss_windows > 0 {
+            budgets.push(comparison.budgets(seed, &calibration)?);
+        }
     }
     let mut rows = Vec::new();
     for (format, seeds) in Fp4Format::ALL.into_iter().zip(&calibrated) {
@@ -188,6 +191,21 @@ impl Comparison<'_> {
             ("gptq".to_owned(), self.quantized(&gptq.with_calibration(calibration))?),
             ("gptq, sequential".to_owned(), sequential),
         ];
+        for hadamard in Hadamard::SIZES.into_iter().map(Hadamard::of_size) {
+            let hadamard = hadamard?;
+            let config = gptq.clone().hadamard(hadamard).indivisible(Indivisible::Skip);
+            let config = config.with_calibration(calibration);
+            let mut model = dense.clone();
+            let report = model.quantize_fp4(&config)?;
+            let skipped = |outcome: &Outcome| match outcome {
+                Outcome::Kept { reason } => matches!(reason, KeepReason::Indivisible { .. }),
+                _ => false,
+            };
+            // Dense layers would make it look better than it is.
+            if !report.parameters.iter().any(|one| skipped(&one.outcome)) {
+                variants.push((format!("gptq, Hadamard {}", hadamard.size()), model));
+            }
+        }
         if arguments.distillation.steps > 0 {
             let batches = Batches { seed, ..Batches::default() };
             let (distilled, _, _) =

@@ -165,8 +165,8 @@ fn transform(matrix: &Tensor<'_>, cols: usize) -> Result<Option<Hadamard>, Check
 
 /// Both quantize the transformed inputs too.
 const READERS: [ReadBy; 1] =
-    [source(Program::Vllm, "vllm/model_executor/layers/quantization/fp_quant.py")
-        .rounding("rounds inputs to FP4, on Blackwell GPUs only")];
+    [source(Program::Vllm, "vllm/model_executor/layers/quantization/fp_quant.py at 055e47c2")
+        .rounding("rounds inputs to FP4; Blackwell only")];
 
 impl Write for FpQuant {
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError> {

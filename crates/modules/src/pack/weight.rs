@@ -232,7 +232,7 @@ fn quantize_whole<const D: usize>(
             return quantize_with_hessian_factor(dense, axis, scheme, &factor);
         }
         (_, Some(hadamard), Some(gram)) => {
-            own = gram.transformed(hadamard)?;
+            own = Gram::clone(gram).transformed(hadamard)?;
             Some(&own)
         }
         (_, None, gram) => gram.map(|gram| &**gram),
@@ -317,7 +317,8 @@ impl HessianFactorCache {
         // Freed before the next one is made: they may be large.
         self.last = None;
         let hadamard = scheme.hadamard;
-        let transformed = hadamard.map(|hadamard| gram.transformed(hadamard)).transpose()?;
+        let transformed =
+            hadamard.map(|hadamard| Gram::clone(gram).transformed(hadamard)).transpose()?;
         let of = transformed.as_ref().unwrap_or(gram);
         let factor = Arc::new(HessianFactor::new(of, options, block_size, &device)?);
         self.last = Some((gram.clone(), hadamard, factor.clone()));

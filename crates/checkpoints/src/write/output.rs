@@ -353,7 +353,7 @@ impl Output<'_> {
         // What it counts was counted when the plan was made.
         let prepared = planned.target.prepare(weight, &mut WriteReport::default())?;
         let (file, places) = planned.plan.places(at);
-        let tensors = planned.target.writer.tensors(&prepared)?;
+        let tensors = planned.target.tensors(&prepared)?;
         if tensors.len() != places.len() {
             let (dialect, weight) = (planned.target.dialect.name(), &weight.name);
             let what = "more or fewer tensors than were planned";

@@ -23,7 +23,7 @@ use burn_ir::{OperationIr, TensorId, TensorIr};
 use burn_router::TensorInterpreter;
 
 use super::portable::bias::add_bias;
-use super::portable::{dequantize, gram, hadamard, on_host, quantize};
+use super::portable::{dequantize, dequantize_transformed, gram, hadamard, on_host, quantize};
 use crate::error::OpsError;
 use crate::hessian_factor::HessianFactor;
 use crate::layout::{Fp4Layout, Fp4Primitive};
@@ -106,7 +106,10 @@ pub trait Fp4Backend: Backend {
         #[fusion(scalar = layout.tag())] layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        dequantize::dequantize::<Self>(packed, layout, dtype)
+        match layout.hadamard {
+            Some(hadamard) => dequantize_transformed::<Self>(packed, layout, hadamard, dtype),
+            None => dequantize::dequantize::<Self>(packed, layout, dtype),
+        }
     }
 
     /// Multiplies an input `[M, K]` by a weight `[K, N]` packed along its first axis, in the dtype
@@ -157,8 +160,7 @@ pub trait Fp4Backend: Backend {
         quantize::fake_quantize::<Self>(values, amax, axis, scheme, target)
     }
 
-    /// Applies the Hadamard transform to every 16 neighbours along an axis, or its inverse, in the
-    /// dtype of the input.
+    /// Applies the Hadamard transform along an axis, or its inverse, in the dtype of the input.
     #[fusion(dtype = values, shape = values)]
     fn fp4_hadamard(
         values: FloatTensor<Self>,

@@ -103,7 +103,6 @@ impl QuantizeFolder<'_> {
             job: self,
             whole: &whole,
             decided: &decided,
-            planned: &planned,
             outline: &outline,
             copied: &copied,
             reader: Reader::new(self.folder.checkpoint().container()),
@@ -228,7 +227,6 @@ struct Work<'w, 's> {
     /// The model, of which no parameter is initialized.
     whole: &'w Llama<Linear>,
     decided: &'w Fp4Parts,
-    planned: &'w Planned<'w>,
     outline: &'w Model<'s>,
     copied: &'w [bool],
     reader: Reader<'s>,

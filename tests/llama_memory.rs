@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{Fp4Format, Method};
 use llama::{CalibrationWindows, Folder, Llama, QuantizeFolder, QuantizeOptions, Tokens};
@@ -41,7 +42,8 @@ fn peaks(layers: usize, sequential: bool) -> [usize; 2] {
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
     let (format, method) = (Fp4Format::NvFp4, Some(Method::GPTQ));
     let options = QuantizeOptions { format, method, sequential, damping: None, calibration };
-    let config = Llama::new(&folder.config, &device).and_then(|model| options.config(&model));
+    let config =
+        Llama::<Linear>::new(&folder.config, &device).and_then(|model| options.config(&model));
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
     let job = QuantizeFolder {

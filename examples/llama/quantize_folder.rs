@@ -312,9 +312,9 @@ impl Work<'_, '_> {
     ) -> Result<Vec<Activations>> {
         let mut left = Vec::new();
         if work.to_make || work.gives {
-            let (mut part, report);
-            part = self.load(work, output)?;
+            let mut part = self.load(work, output)?;
             self.seconds.load += self.clock.lap()?;
+            let report;
             (report, left) = self.quantize(work, &mut part, activations)?;
             self.seconds.quantize += self.clock.lap()?;
             if work.to_make {

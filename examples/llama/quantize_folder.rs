@@ -31,8 +31,11 @@ use super::tokens::Tokens;
 ///
 /// One stage of the model is in memory at a time: it is loaded, calibrated on the activations that
 /// the stage before has left, quantized and written. Memory holds its weights, the statistics of
-/// their inputs, and the activations of the calibration windows. The files have the bytes that they
-/// have if the model is quantized as a whole.
+/// their inputs, and the activations of the calibration windows.
+///
+/// The files have the bytes that they have if the model is quantized as a whole, unless another
+/// number of batches fits into the memory for activations there: statistics are then summed up in
+/// another order.
 #[allow(missing_debug_implementations, reason = "a tokenizer and maps of files")]
 pub struct QuantizeFolder<'a> {
     /// The source.
@@ -90,7 +93,11 @@ impl QuantizeFolder<'_> {
     /// and this one does not resume it.
     pub fn run(&self, out: &Path) -> Result<QuantizedFolder> {
         let mut clock = Clock { device: self.device, since: Instant::now() };
-        let whole = Llama::<Linear>::new(&self.folder.config, self.device)?;
+        // Each stage brings the tables of positions along: as many rows as a window needs are enough.
+        let mut shapes = self.folder.config.clone();
+        let context = self.options.calibration.context;
+        shapes.max_position_embeddings = shapes.max_position_embeddings.min(context);
+        let whole = Llama::<Linear>::new(&shapes, self.device)?;
         self.folder.check(&whole)?;
         let decided = Fp4Parts::new(&whole, self.config)?;
         let source = self.folder.checkpoint().model()?;

@@ -195,6 +195,7 @@ fn dequantize_by_tensor_operations<B: Backend>(packed: &Packed) -> Vec<f32> {
         block_size: packed.block_size,
         shape: vec![rows, packed.cols],
         axis: 1,
+        hadamard: None,
     };
     let values = portable::dequantize::<B>(primitive, layout, FloatDType::F32);
     read_sync(B::float_into_data(values)).expect("host memory").iter::<f32>().collect()

@@ -16,7 +16,7 @@ use burn_fp4::ops::{
     Fp4Backend, Fp4Primitive, FusedProducts, MatmulPath, fused_products, matmul_path,
 };
 use burn_fp4::{
-    Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, Method, PackedWeight,
+    Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, Hadamard, Method, PackedWeight,
     ParameterReport, TensorScaling,
 };
 use tests::compare::assert_bits;
@@ -282,6 +282,57 @@ fn families_are_fused() {
             assert_product(&what(0), &layers[0], &x, first);
             assert_product(&what(1), &layers[1], &hidden, last);
             assert_product("square", &square, &y, floats(hidden));
+        }
+    }
+}
+
+/// Products transform their input as the weight was; a lookup transforms its rows back.
+#[test]
+fn weights_after_a_hadamard_transform_are_fused() {
+    let _alone = alone();
+    for (name, device, dtypes) in cube_devices() {
+        for &dtype in &dtypes {
+            let transformed = |size: Option<usize>| {
+                let hadamard = size.map(|size| Hadamard::of_size(size).unwrap());
+                Fp4Config::new(Fp4Scheme::mxfp4().with_hadamard(hadamard))
+            };
+            let layer = |outputs, size| {
+                let mut layer = linear(256, outputs, true, dtype, &device);
+                layer.quantize_fp4(&transformed(size)).unwrap();
+                floats(layer.weight.val());
+                layer
+            };
+            let layers =
+                [layer(64, Some(64)), layer(16, Some(64)), layer(24, None), layer(40, Some(128))];
+            for rows in [1, 3] {
+                let x = random(13, [1, rows, 256], &device).cast(dtype);
+                let (outputs, in_codes) = counted(|| {
+                    let outputs = layers.each_ref().map(|layer| layer.forward(x.clone()));
+                    outputs.map(floats)
+                });
+                assert_eq!(in_codes, fused(4), "{name} {dtype:?} {rows}");
+                let once = match dtype {
+                    DType::BF16 => 2f64.powi(-7),
+                    DType::F16 => 2f64.powi(-10),
+                    _ => 1e-5,
+                };
+                for (number, (layer, found)) in layers.iter().zip(outputs).enumerate() {
+                    let (sums, sizes) = expected(layer, &x);
+                    for (at, found) in found.into_iter().enumerate() {
+                        // In another basis magnitudes differ, and norms do not.
+                        let near = (f64::from(found) - sums[at]).abs() <= 4.0 * once * sizes[at];
+                        let what = format!("{name} {dtype:?} layer {number}, {at}");
+                        assert!(near, "{what}: {found}, not {}", sums[at]);
+                    }
+                }
+            }
+            let mut table = embedding(20, 128, dtype, &device);
+            let config = transformed(Some(32)).container("Embedding", 1);
+            table.quantize_fp4(&config).unwrap();
+            let indices = Tensor::<2, Int>::from_ints([[3, 19, 0]], &device);
+            let rows = floats(table.weight.val().select(0, indices.clone().flatten::<1>(0, 1)));
+            let (found, in_codes) = counted(|| floats(table.forward(indices)));
+            assert_eq!((found, in_codes), (rows, looked_up(1)), "{name} {dtype:?}");
         }
     }
 }

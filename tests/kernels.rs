@@ -706,13 +706,21 @@ fn hadamard_transforms() {
         View { outer: 5, axis: 96, inner: 1 },
         View { outer: 1, axis: 48, inner: 72 },
         View { outer: 3, axis: 16, inner: 7 },
+        View { outer: 3, axis: 128, inner: 1 },
+        View { outer: 2, axis: 256, inner: 35 },
     ];
     for view in views {
         for dtype in Dtype::ALL {
             for kind in [Kind::Outliers, Kind::Subnormal, Kind::WideRange] {
                 let dense = Dense::new(1, view.len(), &kind.values(view.len(), 1), dtype);
                 for (signs, inverse) in [(0xD7E8, false), (0x1234, true)] {
-                    device.check_hadamard(&dense, view, Hadamard { signs }, inverse);
+                    device.check_hadamard(&dense, view, Hadamard::with_signs(signs), inverse);
+                }
+                for size in [32, 64, 128] {
+                    let transform = Hadamard::of_size(size).expect("a size");
+                    if view.axis.is_multiple_of(size) {
+                        device.check_hadamard(&dense, view, transform, false);
+                    }
                 }
             }
         }

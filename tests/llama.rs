@@ -249,14 +249,27 @@ fn gptq_calibrates_once_or_layer_by_layer() {
     let model = load::<Linear>(&folder);
     for method in [None, Some(Method::SSE)] {
         let (format, damping) = (Fp4Format::NvFp4, Some(0.1));
-        let options = QuantizeOptions { format, method, sequential: false, damping, calibration };
+        let options = QuantizeOptions {
+            format,
+            method,
+            sequential: false,
+            damping,
+            hadamard: None,
+            calibration,
+        };
         let error = options.config(&model).expect_err("no damping without GPTQ").to_string();
         assert!(error.contains("--damping is for --method gptq"), "{error}");
     }
     for sequential in [false, true] {
         let (format, damping, method) = (Fp4Format::NvFp4, Some(0.1), Method::GPTQ);
-        let options =
-            QuantizeOptions { format, method: Some(method), sequential, damping, calibration };
+        let options = QuantizeOptions {
+            format,
+            method: Some(method),
+            sequential,
+            damping,
+            hadamard: None,
+            calibration,
+        };
         let config = options.config(&model).expect("a configuration");
         let path = out(&format!("gptq-{sequential}"));
         let report = quantize(&folder, &config, &options, &tokens, false).run(&path);
@@ -306,7 +319,7 @@ fn a_method_of_a_recipe_table_is_calibrated_for() {
 fn options(method: Method, sequential: bool) -> QuantizeOptions {
     let calibration = CalibrationWindows { windows: 12, context: 48, seed: 1 };
     let (format, method) = (Fp4Format::NvFp4, Some(method));
-    QuantizeOptions { format, method, sequential, damping: None, calibration }
+    QuantizeOptions { format, method, sequential, damping: None, hadamard: None, calibration }
 }
 
 /// A quantization of a folder, on the host.

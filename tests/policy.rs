@@ -12,7 +12,7 @@ use burn_fp4::checkpoints::{Checkpoint, CheckpointError, Model};
 use burn_fp4::policy::{Decision, Policy, PolicyError, Reason};
 use burn_fp4::{
     Budget, Candidate, Change, CheckpointMap, FileLayout, Fp4Config, Fp4Error, Fp4Module,
-    Fp4Report, Fp4Scheme, Indivisible, KeepReason, Method, Outcome, Recipe, RecipeFormat,
+    Fp4Report, Fp4Scheme, Hadamard, Indivisible, KeepReason, Method, Outcome, Recipe, RecipeFormat,
     RecipeWeights, Unused,
 };
 use llama::{Folder, Llama};
@@ -284,6 +284,7 @@ impl Choices {
             block_size: Some(scheme.block_size),
             method: Some(scheme.method),
             rule: Some(scheme.rule),
+            hadamard: scheme.hadamard.map(Hadamard::size),
         };
         Recipe {
             format: Some(self.base.format()),

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fp4::ops::is_host;
+use burn_fp4::ops::{Hadamard, is_host};
 use burn_fp4::{
     Calibration, CalibrationOptions, Fp4Config, Fp4Format, Fp4Module, Fp4Report, Fp4Scheme, Gptq,
     Method,
@@ -29,6 +29,10 @@ pub struct QuantizeOptions {
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
     #[arg(long)]
     pub damping: Option<f64>,
+    /// Neighbouring inputs that a Hadamard transform mixes before weights are quantized: 16, 32, 64
+    /// or 128. The dialect of files with such weights is fp-quant.
+    #[arg(long, value_name = "N")]
+    pub hadamard: Option<usize>,
     /// Windows to calibrate on.
     #[command(flatten)]
     pub calibration: CalibrationWindows,
@@ -73,7 +77,7 @@ impl QuantizeOptions {
     /// Returns the configuration for a model.
     ///
     /// # Errors
-    /// A damping for a method other than GPTQ.
+    /// A damping for a method other than GPTQ, and an unknown size of a Hadamard transform.
     pub fn config<L: Projection>(&self, model: &Llama<L>) -> Result<Fp4Config> {
         let scheme = match (self.method, self.damping) {
             (Some(Method::Gptq(options)), Some(damping)) => {
@@ -83,7 +87,8 @@ impl QuantizeOptions {
             (None, None) => Fp4Scheme::recommended(self.format),
             (Some(method), None) => scheme(self.format, method),
         };
-        Ok(fp4_config(model, scheme))
+        let hadamard = self.hadamard.map(Hadamard::of_size).transpose()?;
+        Ok(fp4_config(model, scheme.with_hadamard(hadamard)))
     }
 }
 

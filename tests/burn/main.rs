@@ -3,6 +3,7 @@
 
 mod calibration;
 mod decoder;
+mod hadamard;
 mod lora;
 mod modules;
 mod ops;

@@ -550,13 +550,19 @@ fn every_device_takes_every_valid_packed_matrix() {
 #[test]
 fn a_shape_that_overflows_is_an_error() {
     for shape in [[1 << 20, 1 << 20], [usize::MAX, 1 << 20]] {
-        let layout =
-            Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape: shape.into(), axis: 1 };
+        let layout = Fp4Layout {
+            format: Fp4Format::NvFp4,
+            block_size: 16,
+            shape: shape.into(),
+            axis: 1,
+            hadamard: None,
+        };
         assert!(matches!(layout.validate(), Err(OpsError::TooLarge { .. })), "{shape:?}");
     }
     // Empty, but with more packed rows than a `usize` can count.
     let shape = vec![1 << 40, 1 << 40, 0];
-    let layout = Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape, axis: 2 };
+    let layout =
+        Fp4Layout { format: Fp4Format::NvFp4, block_size: 16, shape, axis: 2, hadamard: None };
     assert!(matches!(layout.validate(), Err(OpsError::TooLarge { .. })));
 }
 
@@ -659,7 +665,7 @@ fn the_path_of_a_product_is_reported_with_a_remedy() {
     for (name, device, _) in devices() {
         let layout = |shape: &[usize]| {
             let (format, block_size) = (Fp4Format::NvFp4, 16);
-            Fp4Layout { format, block_size, shape: shape.to_vec(), axis: 0 }
+            Fp4Layout { format, block_size, shape: shape.to_vec(), axis: 0, hadamard: None }
         };
         let of = |layout: &Fp4Layout, dtype| match matmul_path(layout, dtype, &device) {
             MatmulPath::Dequantized(why) => why,

@@ -59,9 +59,10 @@ fn the_hadamard_transform_is_transformer_engines() {
 #[test]
 fn the_inverse_hadamard_transform_undoes_the_transform() {
     for (name, device, _) in devices() {
-        for signs in [0, 0xD7E8, Hadamard::seeded(3).signs] {
-            let transform = Hadamard { signs };
-            let x = random(1, [3, 32, 5], &device);
+        let sizes = Hadamard::SIZES.map(|size| Hadamard::of_size(size).unwrap());
+        let signed = [Hadamard::TRANSFORMER_ENGINE, Hadamard::seeded(3)];
+        for transform in signed.into_iter().chain(sizes) {
+            let x = random(1, [3, 128, 5], &device);
             let there = ops::hadamard(x.clone(), 1, transform).unwrap();
             let back = ops::inverse_hadamard(there.clone(), 1, transform).unwrap();
             let energy = |x: &Tensor<3>| floats(x.clone().powf_scalar(2.0).sum())[0];

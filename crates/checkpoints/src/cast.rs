@@ -97,6 +97,7 @@ pub fn cast(
         codes: codes.into(),
         scales: scales.into(),
         tensor_scale: scaled.then(|| TensorScale::Multiplier(Numbers::new(&multipliers))),
+        hadamard: weight.hadamard,
         order: Order::ElementFirst,
     };
     Ok((cast, report))
@@ -296,6 +297,7 @@ pub fn fold(
         codes: codes.to_vec().into(),
         scales: scales.into(),
         tensor_scale: None,
+        hadamard: weight.hadamard,
         order: Order::ElementFirst,
     };
     Ok((folded, report))

@@ -605,6 +605,8 @@ fn converts(files: &Path) -> String {
 impl CheckpointError {
     /// A property that many dialects [cannot hold](Self::CannotHold), where decoding is the remedy.
     pub const FP4_TO_DECODE: &str = "FP4 weights; decode them";
+    /// The same of weights whose layers would have to transform their inputs.
+    pub const TRANSFORMED_TO_DECODE: &str = "FP4 weights after a Hadamard transform; decode them";
     /// The same of FP8.
     pub const FP8_TO_DECODE: &str = "FP8 weights; decode them";
     /// The same of FP8 with one scale, in a dialect whose readers need a scale of the inputs too.

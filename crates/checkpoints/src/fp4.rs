@@ -4,6 +4,8 @@ use std::borrow::Cow;
 use std::path::Path;
 
 use burn_fp4_formats::{self as formats, E2M1, Fp4Format, Packed};
+use burn_fp4_policy::search::Hadamard;
+use burn_fp4_policy::search::host::{self, View};
 
 use crate::dtype::Dtype;
 use crate::error::{CheckpointError, TensorProblem};
@@ -208,6 +210,9 @@ pub struct Fp4Weight<'a> {
     pub scales: Cow<'a, [u8]>,
     /// The tensor scale, if the file has one.
     pub tensor_scale: Option<TensorScale<'a>>,
+    /// The Hadamard transform along `cols` of the values that the codes are of. Layers transform
+    /// their input alike; [`dequantize`](Self::dequantize) transforms back.
+    pub hadamard: Option<Hadamard>,
     /// The order of the dialect's products.
     pub order: Order,
 }
@@ -252,6 +257,7 @@ impl Fp4Weight<'_> {
             codes: matrices.iter().flat_map(|m| &m.codes).copied().collect(),
             scales: matrices.iter().flat_map(|m| &m.scales).copied().collect(),
             tensor_scale: scaled.then(|| TensorScale::Multiplier(Numbers::new(&multipliers))),
+            hadamard: None,
             order: Order::ElementFirst,
         })
     }
@@ -291,6 +297,7 @@ impl Fp4Weight<'_> {
             codes: (&[]).into(),
             scales: (&[]).into(),
             tensor_scale: scaled.then(scale),
+            hadamard: None,
             order: Order::ElementFirst,
         }
     }
@@ -390,7 +397,7 @@ impl Fp4Weight<'_> {
     }
 
     /// The matrices as the rest of the project knows them: [`Packed::validate`] is for the caller,
-    /// who knows whether the values are to be trusted.
+    /// who knows whether the values are to be trusted. A Hadamard transform is left out.
     #[must_use]
     pub fn to_packed(&self) -> Vec<Packed> {
         let (rows, cols, stacked) = (self.rows(), self.cols(), self.stacked());
@@ -411,7 +418,8 @@ impl Fp4Weight<'_> {
         (0..stacked).zip(self.multipliers()).map(matrix).collect()
     }
 
-    /// Returns the values in f64, `[.., rows, cols]`: products of element, block scale and
+    /// Returns the values of the codes in f64, `[.., rows, cols]`, without transforming back:
+    /// products of element, block scale and
     /// multiplier are exact, and quotients by a divisor are rounded once. The order in which a
     /// dialect multiplies in f32 does not change them.
     ///
@@ -441,7 +449,8 @@ impl Fp4Weight<'_> {
         })
     }
 
-    /// The values as the dialect computes them, f32, `[.., rows, cols]`.
+    /// The values as the dialect computes them, f32, `[.., rows, cols]`. After a Hadamard transform,
+    /// these are transformed back.
     ///
     /// [`to_packed`](Self::to_packed) and this project's order of products differ by 1 ulp at
     /// most.
@@ -465,7 +474,14 @@ impl Fp4Weight<'_> {
                 },
             }
         };
-        (0..self.stacked() * matrix).map(value).collect()
+        let values: Vec<f32> = (0..self.stacked() * matrix).map(value).collect();
+        let Some(hadamard) = self.hadamard else { return values };
+        let rows = View::rows(self.stacked() * self.rows(), self.cols());
+        let mut back = vec![0.0; values.len()];
+        match host::hadamard(&values, rows, hadamard, true, &mut back) {
+            Ok(()) => back,
+            Err(error) => unreachable!("checked when the weight was made: {error}"),
+        }
     }
 }
 

@@ -19,12 +19,12 @@
 //! | quark, read only | `weight` | `weight_scale` | `weight_scale_2` | `x * (s * g)` |
 //! | torchao, read only | `qdata` | `scale` | `per_tensor_scale` | `x * (s * g)` |
 //! | comfyui, read only | `weight` | `weight_scale` | `weight_scale_2` | `x * (s * g)` |
-//! | fp-quant | refused |  | its layers transform their input |  |
+//! | fp-quant | `qweight` | `scales` | `weight_global_scale` | `H (x * (s/g))` |
 //!
 //! The configs and metadata of a checkpoint name its dialect. One that names none is read in the
 //! one dialect that explains its tensors, if there is one. For all others, name the dialect with
-//! [`Checkpoint::open_as`]. FP-Quant is known by its name, and an error. Shapes of
-//! ComfyUI's NVFP4 weights include their padding to multiples of 16. GGUF is written to a path that
+//! [`Checkpoint::open_as`]. Layers of FP-Quant transform their inputs by a Hadamard matrix H, as their
+//! weights were. Shapes of ComfyUI's NVFP4 weights include their padding to multiples of 16. GGUF is written to a path that
 //! ends in `.gguf`, as one file, for which [`WriteOptions::shards`] does nothing; all others to a
 //! folder. GGUF, gpt-oss, miles and plain hold no FP8, which [`WriteOptions::decode_fp8`] makes
 //! floats of.

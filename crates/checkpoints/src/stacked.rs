@@ -3,6 +3,8 @@
 use std::borrow::Cow;
 use std::path::Path;
 
+use burn_fp4_policy::search::Hadamard;
+
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, TensorScale};
 use crate::storage::Storage;
@@ -28,6 +30,7 @@ impl Fp4Weight<'_> {
             codes: Cow::Borrowed(&self.codes[part(&self.codes, at)]),
             scales: Cow::Borrowed(&self.scales[part(&self.scales, at)]),
             tensor_scale: self.tensor_scale.as_ref().map(|scale| scale.of_matrix(at)),
+            hadamard: self.hadamard,
             order: self.order,
         };
         (0..stacked).map(matrix).collect()
@@ -81,6 +84,7 @@ impl Fp4Weight<'_> {
                 TensorScale::Multiplier(_) => TensorScale::Multiplier(numbers),
                 TensorScale::Divisor(_) => TensorScale::Divisor(numbers),
             }),
+            hadamard: first.hadamard,
             order: first.order,
         })
     }
@@ -101,7 +105,7 @@ fn like(
 }
 
 /// Facts that stacked matrices have in common.
-fn facts(weight: &Fp4Weight<'_>) -> [(&'static str, String); 6] {
+fn facts(weight: &Fp4Weight<'_>) -> [(&'static str, String); 7] {
     let scale = match weight.tensor_scale {
         None => "none",
         Some(TensorScale::Multiplier(_)) => "a multiplier",
@@ -114,5 +118,6 @@ fn facts(weight: &Fp4Weight<'_>) -> [(&'static str, String); 6] {
         ("transposed", weight.transposed.to_string()),
         ("tensor scale", scale.to_owned()),
         ("order of products", format!("{:?}", weight.order)),
+        ("Hadamard transform", format!("{:?}", weight.hadamard.map(Hadamard::size))),
     ]
 }

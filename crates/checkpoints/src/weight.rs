@@ -129,7 +129,10 @@ impl Weight<'_> {
         match &self.value {
             Value::Plain(tensor) => tensor.dtype.to_string(),
             Value::Fp8(fp8) => format!("FP8 {}", fp8.values.dtype),
-            Value::Fp4(fp4) => format!("{} {}", fp4.format, fp4.block_size),
+            Value::Fp4(fp4) => match fp4.hadamard {
+                Some(h) => format!("{} {} hadamard {}", fp4.format, fp4.block_size, h.size()),
+                None => format!("{} {}", fp4.format, fp4.block_size),
+            },
         }
     }
 

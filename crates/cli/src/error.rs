@@ -249,7 +249,9 @@ fn remedy(error: &CheckpointError) -> &'static str {
             ", or pass --resume to go on with it if `fp4 quantize` has left it"
         }
         CheckpointError::CannotHold { what, .. } => match *what {
-            CheckpointError::FP4_TO_DECODE => " with `fp4 convert --decode-fp4 bf16`",
+            CheckpointError::FP4_TO_DECODE | CheckpointError::TRANSFORMED_TO_DECODE => {
+                " with `fp4 convert --decode-fp4 bf16`"
+            }
             CheckpointError::FP8_TO_DECODE | CheckpointError::FP8_WITHOUT_INPUT_SCALE => {
                 " with `fp4 convert --decode-fp8 bf16`"
             }

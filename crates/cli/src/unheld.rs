@@ -16,7 +16,7 @@ pub(crate) fn pattern(weight: &str) -> String {
 pub(crate) fn holders(weight: Option<&Weight<'_>>) -> String {
     let holds = |name: &&str| {
         let writer = dialect::writer(name);
-        writer.is_ok_and(|(_, by)| weight.is_some_and(|weight| by.tensors(weight).is_ok()))
+        writer.is_ok_and(|by| weight.is_some_and(|weight| dialect::tensors(by, weight).is_ok()))
     };
     let names: Vec<_> = dialect::written().into_iter().filter(holds).collect();
     match &names[..] {

@@ -299,6 +299,44 @@ fn every_dialect_and_format_is_written_and_read_again() {
 }
 
 #[test]
+fn weights_after_a_hadamard_transform_are_files_of_fp_quant() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    let run = succeeds(folder.path(), "quantize model --out out --format mxfp4 --hadamard 32");
+    assert!(run.contains("fp-quant") && run.contains("Hadamard transform of 32"), "{run}");
+    let checkpoint = Checkpoint::open(folder.path().join("out")).expect("a checkpoint");
+    assert_eq!(checkpoint.dialect(), "fp-quant");
+    let inspected = succeeds(folder.path(), "inspect out");
+    assert!(inspected.contains("mxfp4 32 hadamard 32"), "{inspected}");
+    // The error that the run measured in the other basis is that of the values.
+    let compared = succeeds(folder.path(), "compare model out --tolerance 100 --json");
+    let compared: serde_json::Value = serde_json::from_str(&compared).expect("an object");
+    succeeds(folder.path(), "convert out --out plain --dialect plain --decode-fp4 f32");
+    let decoded = succeeds(folder.path(), "compare out plain --tolerance 0.001");
+    assert!(decoded.contains("all values that were compared are the same"), "{decoded}");
+    let plan = succeeds(folder.path(), "quantize model --dry-run --json --hadamard 64");
+    let plan: serde_json::Value = serde_json::from_str(&plan).expect("an object");
+    let sizes = plan["weights"].as_array().expect("weights").iter();
+    assert!(sizes.clone().any(|row| row["hadamard"] == 64), "{plan}");
+    assert!(compared.is_object());
+
+    fails(folder.path(), "quantize model --out x --hadamard 48", 2, &["48", "16, 32, 64, 128"]);
+    let refused = "quantize model --out x --hadamard 32 --dialect modelopt";
+    fails(folder.path(), refused, 2, &["Hadamard", "--dialect fp-quant"]);
+    fs::write(folder.path().join("recipe.toml"), "hadamard = 32\nformat = \"mxfp4\"\n")
+        .expect("a recipe");
+    succeeds(folder.path(), "quantize model --out by-recipe --recipe recipe.toml");
+    assert_same(&folder.path().join("by-recipe"), &folder.path().join("out"));
+    fs::write(
+        folder.path().join("some.toml"),
+        "hadamard = 32\n[[weights]]\nnames = [\"*.down_proj\"]\nhadamard = 0\n",
+    )
+    .expect("a recipe");
+    // A file of FP-Quant has one transform for all layers.
+    fails(folder.path(), "quantize model --out x --recipe some.toml", 2, &["Hadamard"]);
+}
+
+#[test]
 fn methods_and_memory_do_not_change_who_is_right() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);

@@ -2,7 +2,7 @@
 
 use burn_fp4_ops::search::Method;
 use burn_fp4_ops::search::formats::Fp4Format;
-use burn_fp4_ops::{Fp4Scheme, Saturated, ScaleRule};
+use burn_fp4_ops::{Fp4Scheme, Hadamard, Saturated, ScaleRule};
 use burn_fp4_policy::{Policy, Preset, Recipe, RecipeError};
 use serde::{Deserialize, Serialize};
 
@@ -68,6 +68,7 @@ impl Change {
             Self::Format(format) if format == base.format() => *base,
             Self::Format(format) => Fp4Scheme::of(ScaleRule::of_format(format))
                 .with_method(base.method)
+                .with_hadamard(base.hadamard)
                 .with_non_finite(base.non_finite),
             Self::Method(method) => base.with_method(method),
             Self::Scheme(scheme) => scheme,
@@ -380,6 +381,28 @@ impl Fp4Config {
     /// ```
     pub fn method(mut self, method: Method) -> Self {
         self.scheme = self.scheme.with_method(method);
+        self
+    }
+
+    /// Quantizes weights after a Hadamard transform along their inputs, which spreads outliers. The
+    /// layers stay as they are: their product transforms its input alike, and `val()` transforms
+    /// back. Weights whose inputs the size of the transform does not divide are handled as those
+    /// that blocks do not divide.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Module, PackedWeight, ops::Hadamard};
+    ///
+    /// let mut layer = LinearConfig::new(64, 32).init(&Device::flex());
+    /// let config = Fp4Config::mxfp4().hadamard(Hadamard::of_size(32).expect("a known size"));
+    /// layer.quantize_fp4(&config)?;
+    /// let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
+    /// assert_eq!(packed.layout().hadamard, config.scheme.hadamard);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    pub fn hadamard(mut self, hadamard: Hadamard) -> Self {
+        self.scheme = self.scheme.with_hadamard(Some(hadamard));
         self
     }
 

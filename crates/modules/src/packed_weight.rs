@@ -8,7 +8,7 @@ use burn::module::{
 };
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fp4_ops::search::formats::Packed;
-use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor, OpsError, without_padding};
+use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor, Hadamard, OpsError, without_padding};
 
 /// The codes and scales of a weight, in the place of its values.
 ///
@@ -73,22 +73,35 @@ fn constant<const D: usize>(tensor: Tensor<D, Int>) -> Param<Tensor<D, Int>> {
 }
 
 impl PackedWeight {
-    /// A packed matrix in host memory as the weight of a shape with 2 to 4 axes.
+    /// A packed matrix in host memory, of values after a Hadamard transform or of the values
+    /// themselves, as the weight of a shape with 2 to 4 axes.
     ///
     /// # Errors
-    /// As [`Fp4Tensor::from_packed`]; [`OpsError::Shape`] for another rank.
+    /// As [`Fp4Tensor::from_packed`] and [`Fp4Tensor::with_hadamard`]; [`OpsError::Shape`] for
+    /// another rank.
     pub(crate) fn from_packed(
         packed: Packed,
+        hadamard: Option<Hadamard>,
         shape: &[usize],
         axis: usize,
         device: &Device,
     ) -> Result<Self, OpsError> {
-        Ok(match *shape {
-            [a, b] => Fp4Tensor::from_packed(packed, [a, b], axis, device)?.into(),
-            [a, b, c] => Fp4Tensor::from_packed(packed, [a, b, c], axis, device)?.into(),
-            [a, b, c, d] => Fp4Tensor::from_packed(packed, [a, b, c, d], axis, device)?.into(),
-            _ => return Err(other_rank(shape)),
-        })
+        fn of<const D: usize>(
+            (packed, hadamard): (Packed, Option<Hadamard>),
+            shape: [usize; D],
+            axis: usize,
+            device: &Device,
+        ) -> Result<PackedWeight, OpsError> {
+            let tensor = Fp4Tensor::from_packed(packed, shape, axis, device)?;
+            Ok(tensor.with_hadamard(hadamard)?.into())
+        }
+        let packed = (packed, hadamard);
+        match *shape {
+            [a, b] => of(packed, [a, b], axis, device),
+            [a, b, c] => of(packed, [a, b, c], axis, device),
+            [a, b, c, d] => of(packed, [a, b, c, d], axis, device),
+            _ => Err(other_rank(shape)),
+        }
     }
 
     /// The bits in host memory.
@@ -181,20 +194,38 @@ impl PackedWeight {
 
     /// The part of the record path that says how to read the tensors below it.
     fn layout_name(&self) -> String {
-        let Fp4Layout { format, block_size, axis, .. } = &self.layout;
-        format!("{format}-block{block_size}-axis{axis}")
+        let Fp4Layout { format, block_size, axis, hadamard, .. } = &self.layout;
+        let transform = match hadamard {
+            Some(hadamard) if hadamard.signs() == 0 => format!("-hadamard{}", hadamard.size()),
+            Some(hadamard) => format!("-hadamard{}x{:04x}", hadamard.size(), hadamard.signs()),
+            None => String::new(),
+        };
+        format!("{format}-block{block_size}-axis{axis}{transform}")
     }
 
     /// The opposite of [`layout_name`](Self::layout_name).
     pub(crate) fn parse_layout(name: &str, shape: Vec<usize>) -> Option<Fp4Layout> {
         let (format, rest) = name.split_once("-block")?;
-        let (block_size, axis) = rest.split_once("-axis")?;
+        let (block_size, rest) = rest.split_once("-axis")?;
+        let (axis, hadamard) = match rest.split_once("-hadamard") {
+            Some((axis, transform)) => (axis, Some(Self::parse_hadamard(transform)?)),
+            None => (rest, None),
+        };
         Some(Fp4Layout {
             format: Fp4Format::from_str(format).ok()?,
             block_size: block_size.parse().ok()?,
             shape,
             axis: axis.parse().ok()?,
+            hadamard,
         })
+    }
+
+    /// Parses the size of a transform, and its signs if it has some.
+    fn parse_hadamard(text: &str) -> Option<Hadamard> {
+        match text.split_once('x') {
+            Some((_, signs)) => Some(Hadamard::with_signs(u16::from_str_radix(signs, 16).ok()?)),
+            None => Hadamard::of_size(text.parse().ok()?).ok(),
+        }
     }
 
     /// The part of the record path that says what the factors of an adapter are multiplied by. A

@@ -26,10 +26,13 @@ impl<const D: usize> Fp4Tensor<D> {
     ///
     /// # Errors
     /// [`OpsError::BurnData`] for blocks along another axis than the last one or axis 0 of a
-    /// matrix, and for a tensor scale for each row; [`OpsError::Device`] if the device fails.
+    /// matrix, for a tensor scale for each row, and for a Hadamard transform; [`OpsError::Device`] if the device fails.
     pub fn to_burn_data(&self) -> Result<TensorData, OpsError> {
         let layout = self.layout();
         let refused = |found: String| OpsError::BurnData { found };
+        if layout.hadamard.is_some() {
+            return Err(refused("codes of values after a Hadamard transform".to_owned()));
+        }
         let from_end = packed_dimension(layout.axis, D).ok_or_else(|| {
             refused(format!("blocks along axis {} of a tensor of rank {D}", layout.axis))
         })?;

@@ -10,8 +10,8 @@ use burn_fp4_search::{Fp4Scheme, Gptq, Gram, NonFinite, TensorScaling};
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
 use crate::hessian_factor::HessianFactor;
-use crate::layout::{Fp4Layout, check_dtype};
-use crate::quantize::checked_amax;
+use crate::layout::Fp4Layout;
+use crate::quantize::{checked_amax, transformed};
 use crate::tensor::Fp4Tensor;
 
 /// Quantizes with [`Gptq`]: compensates each rounding error with the weights that are still to be
@@ -45,6 +45,9 @@ pub fn quantize_gptq<const D: usize>(
     scheme.with_method((*options).into()).validate()?;
     Fp4Layout::new(&values.shape(), axis, scheme)?;
     check_length("channels of the Gram matrix", values.dims()[axis], gram.channels())?;
+    let transformed =
+        scheme.hadamard.map(|hadamard| gram.clone().transformed(hadamard)).transpose()?;
+    let gram = transformed.as_ref().unwrap_or(gram);
     let hessian_factor = HessianFactor::new(gram, options, scheme.block_size, &values.device())?;
     let scheme = scheme.with_non_finite(NonFinite::Reject);
     quantize_with_hessian_factor(values, axis, &scheme, &Arc::new(hessian_factor))
@@ -160,8 +163,8 @@ impl<const D: usize> Checked<D> {
         scheme: &Fp4Scheme,
         hessian_factor: &HessianFactor,
     ) -> Result<Self, OpsError> {
-        let values = values.without_autodiff();
-        let mut scheme = hessian_factor.scheme(scheme)?;
+        let (values, layout, scheme) = transformed(values.without_autodiff(), axis, scheme)?;
+        let mut scheme = hessian_factor.scheme(&scheme)?;
         let device = values.device().inner();
         if hessian_factor.on_host().is_some() {
             scheme = scheme.with_non_finite(NonFinite::Reject);
@@ -169,8 +172,6 @@ impl<const D: usize> Checked<D> {
             let (expected, found) = (device.into(), hessian_factor.device().clone().into());
             return Err(OpsError::PartDevice { what: "Hessian factor", expected, found });
         }
-        let layout = Fp4Layout::new(&values.shape(), axis, &scheme)?;
-        check_dtype(&values)?;
         let channels = hessian_factor.channels();
         check_length("channels of the Gram matrix", layout.shape[axis], channels)?;
         let amax = checked_amax(&values, axis, &scheme)?;

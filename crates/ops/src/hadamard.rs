@@ -8,7 +8,7 @@ use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
 use crate::layout::{check_divided, check_dtype};
 
-/// Transforms every 16 neighbours along an axis, in the dtype of the input; see [`Hadamard`].
+/// Transforms neighbours along an axis, in the dtype of the input; see [`Hadamard`].
 ///
 /// On an autodiff device the gradient is transformed back.
 ///
@@ -26,7 +26,8 @@ use crate::layout::{check_divided, check_dtype};
 ///
 /// # Errors
 /// [`OpsError::Axis`], [`OpsError::DType`], [`OpsError::TooLarge`] as
-/// [`quantize`](crate::quantize), [`OpsError::Indivisible`] if 16 does not divide the axis.
+/// [`quantize`](crate::quantize), [`OpsError::Indivisible`] if the size of the transform does not divide the
+/// axis.
 pub fn hadamard<const D: usize>(
     values: Tensor<D>,
     axis: usize,
@@ -65,7 +66,7 @@ fn transform<const D: usize>(
     hadamard: Hadamard,
     inverse: bool,
 ) -> Result<Tensor<D>, OpsError> {
-    check_divided(&values.dims(), axis, Hadamard::SIZE)?;
+    check_divided(&values.dims(), axis, hadamard.size())?;
     check_dtype(&values)?;
     let values = values.into_dispatch();
     Ok(Tensor::from_dispatch(Dispatch::fp4_hadamard(values, axis, hadamard, inverse)))

@@ -7,8 +7,8 @@ use burn_fp4_search::{Fp4Scheme, Importance, tensor_scale_candidates};
 
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
-use crate::layout::{Fp4Layout, check_dtype, check_len};
-use crate::quantize::{self, checked_amax, quantize_with_amax};
+use crate::layout::check_len;
+use crate::quantize::{self, checked_amax, quantize_with_amax, transformed};
 use crate::tensor::Fp4Tensor;
 
 /// [`quantize`](crate::quantize) with costs of errors: a weight for each channel for
@@ -41,11 +41,9 @@ pub fn quantize_by_importance<const D: usize>(
     scheme: &Fp4Scheme,
     importance: Importance<'_>,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    let values = values.without_autodiff();
-    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
-    check_dtype(&values)?;
-    importance.check(scheme, layout.shape[axis])?;
-    let amax = checked_amax(&values, axis, scheme)?;
+    let (values, layout, scheme) = transformed(values.without_autodiff(), axis, scheme)?;
+    importance.check(&scheme, layout.shape[axis])?;
+    let amax = checked_amax(&values, axis, &scheme)?;
     let device = values.device();
     let upload = |values: &[f32]| {
         Tensor::<1>::from_data(
@@ -55,7 +53,7 @@ pub fn quantize_by_importance<const D: usize>(
         .into_dispatch()
     };
     let [importance, bounds] = match importance {
-        Importance::Uniform => return Ok(quantize_with_amax(values, layout, scheme, amax)),
+        Importance::Uniform => return Ok(quantize_with_amax(values, layout, &scheme, amax)),
         Importance::Channels(weights) => [upload(weights), upload(&[0.0])],
         Importance::Blocks(hessians) => {
             check_len(&[hessians.values().len()])?;
@@ -68,7 +66,7 @@ pub fn quantize_by_importance<const D: usize>(
         importance,
         bounds,
         axis,
-        *scheme,
+        scheme,
     );
     Ok(Fp4Tensor::from_primitive(packed, layout))
 }
@@ -100,6 +98,7 @@ pub fn quantize_with_best_tensor_scale<const D: usize>(
     scheme: &Fp4Scheme,
 ) -> Result<Fp4Tensor<D>, OpsError> {
     scheme.check_tensor_scale()?;
+    let (values, layout, scheme) = transformed(values.without_autodiff(), axis, scheme)?;
     let amax = read(quantize::amax(values.clone())?)?[0];
     if !amax.is_finite() {
         return Err(OpsError::NonFinite { found: amax });
@@ -120,7 +119,7 @@ pub fn quantize_with_best_tensor_scale<const D: usize>(
         }
     }
     let (_, amax) = best.expect("there are candidates");
-    quantize::quantize(values, axis, &with(amax))
+    quantize::quantize(values, axis, &with(amax))?.with_hadamard(layout.hadamard)
 }
 
 /// Reads values back, in f32.

@@ -12,9 +12,9 @@ use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::tensor::IntTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::{DType, IntDType, Shape, Tensor, TensorData};
-use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::formats::{Fp4Format, Packed};
 use burn_fp4_search::host::View;
+use burn_fp4_search::{Fp4Scheme, Hadamard};
 
 use crate::error::OpsError;
 #[cfg(feature = "cube")]
@@ -44,6 +44,9 @@ pub struct Fp4Layout {
     pub shape: Vec<usize>,
     /// Axis that the blocks run along.
     pub axis: usize,
+    /// Hadamard transform along this axis of the values that the codes are of. Dequantization
+    /// transforms back; a product transforms its input instead.
+    pub hadamard: Option<Hadamard>,
 }
 
 impl Fp4Layout {
@@ -55,25 +58,34 @@ impl Fp4Layout {
     pub fn new(shape: &Shape, axis: usize, scheme: &Fp4Scheme) -> Result<Self, OpsError> {
         scheme.validate()?;
         let (format, block_size) = (scheme.format(), scheme.block_size);
-        let layout = Self { format, block_size, shape: shape.to_vec(), axis };
+        let hadamard = scheme.hadamard;
+        let layout = Self { format, block_size, shape: shape.to_vec(), axis, hadamard };
         layout.validate()?;
         Ok(layout)
     }
 
-    /// Encodes format, block size and axis as one number; see [`from_tag`](Self::from_tag).
+    /// Encodes all but the shape as one number; see [`from_tag`](Self::from_tag).
     #[cfg(feature = "cube")]
     pub(crate) fn tag(&self) -> u64 {
         let format = Fp4Format::ALL.iter().position(|format| *format == self.format);
         let format = format.expect("one of all") as u64;
-        format | (self.block_size as u64) << 8 | (self.axis as u64) << 32
+        let hadamard = self.hadamard.map_or(0, |hadamard| {
+            (hadamard.size() as u64) << 8 | u64::from(hadamard.signs()) << 48
+        });
+        format | (self.block_size as u64) << 24 | (self.axis as u64) << 32 | hadamard
     }
 
     /// Decodes the layout of a shape from its [`tag`](Self::tag).
     #[cfg(feature = "cube")]
     pub(crate) fn from_tag(tag: u64, shape: Vec<usize>) -> Option<Self> {
         let format = *Fp4Format::ALL.get((tag & 0xFF) as usize)?;
-        let (block_size, axis) = ((tag >> 8 & 0xFF_FFFF) as usize, (tag >> 32) as usize);
-        Some(Self { format, block_size, shape, axis })
+        let (block_size, axis) = ((tag >> 24 & 0xFF) as usize, (tag >> 32 & 0xFFFF) as usize);
+        let hadamard = match (tag >> 8 & 0xFFFF) as usize {
+            0 => None,
+            16 => Some(Hadamard::with_signs((tag >> 48) as u16)),
+            size => Some(Hadamard::of_size(size).ok()?),
+        };
+        Some(Self { format, block_size, shape, axis, hadamard })
     }
 
     /// Checks a layout that was not made by [`new`](Self::new).
@@ -83,7 +95,13 @@ impl Fp4Layout {
     /// [`OpsError::Indivisible`].
     pub fn validate(&self) -> Result<(), OpsError> {
         self.format.check_block_size(self.block_size)?;
-        check_divided(&self.shape, self.axis, self.block_size)
+        let transformed = self.hadamard.map_or(1, Hadamard::size);
+        check_divided(&self.shape, self.axis, self.block_size.max(transformed))
+    }
+
+    /// Returns the layout of the values that the codes are of, without a Hadamard transform.
+    pub(crate) fn of_codes(self) -> Self {
+        Self { hadamard: None, ..self }
     }
 
     /// Returns the layout of the transpose of a matrix: packed rows stay in place, and the axis is

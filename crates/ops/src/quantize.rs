@@ -6,6 +6,7 @@ use burn_fp4_search::{Fp4Scheme, Importance, NonFinite, TensorScaling};
 
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
+use crate::hadamard::hadamard;
 use crate::layout::{Fp4Layout, check_dtype, check_len};
 use crate::tensor::Fp4Tensor;
 
@@ -41,10 +42,29 @@ pub fn quantize<const D: usize>(
     axis: usize,
     scheme: &Fp4Scheme,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    let values = values.without_autodiff();
-    let layout = check_uniform(&values, axis, scheme)?;
-    let amax = checked_amax(&values, axis, scheme)?;
-    Ok(quantize_with_amax(values, layout, scheme, amax))
+    let (values, layout, scheme) = transformed(values.without_autodiff(), axis, scheme)?;
+    Importance::Uniform.check(&scheme, layout.shape[axis])?;
+    let amax = checked_amax(&values, axis, &scheme)?;
+    Ok(quantize_with_amax(values, layout, &scheme, amax))
+}
+
+/// Checks values that are quantized along an axis, and transforms them as the scheme says, in f32.
+/// Returns them with the layout of their codes and the scheme that is left.
+///
+/// # Errors
+/// As [`Fp4Layout::new`], and [`OpsError::DType`].
+pub(crate) fn transformed<const D: usize>(
+    values: Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+) -> Result<(Tensor<D>, Fp4Layout, Fp4Scheme), OpsError> {
+    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
+    check_dtype(&values)?;
+    let values = match scheme.hadamard {
+        Some(transform) => hadamard(values.cast(DType::F32), axis, transform)?,
+        None => values,
+    };
+    Ok((values, layout, scheme.without_hadamard()))
 }
 
 /// [`quantize`] with a known amax, without checks.
@@ -114,19 +134,4 @@ pub(crate) fn checked_amax<const D: usize>(
         // The rule has no tensor scale, or its multiplier is given.
         _ => constant(1.0),
     })
-}
-
-/// Checks values that are quantized without activations, and returns their layout.
-///
-/// # Errors
-/// As [`quantize`], except for values that are not finite.
-pub(crate) fn check_uniform<const D: usize>(
-    values: &Tensor<D>,
-    axis: usize,
-    scheme: &Fp4Scheme,
-) -> Result<Fp4Layout, OpsError> {
-    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
-    check_dtype(values)?;
-    Importance::Uniform.check(scheme, layout.shape[axis])?;
-    Ok(layout)
 }

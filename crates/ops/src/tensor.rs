@@ -3,11 +3,13 @@
 use burn::backend::Dispatch;
 use burn::backend::ops::IntTensorOps;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData, Transaction};
+use burn_fp4_search::Hadamard;
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale, check_scales};
 
 use crate::devices::extension::Fp4Backend;
 use crate::devices::weight_data;
 use crate::error::OpsError;
+use crate::hadamard::hadamard;
 use crate::layout::{Fp4Layout, Fp4Primitive, check_dtype};
 
 /// A quantized tensor of rank `D` on a device: codes and scales, about 4.5 bits per value.
@@ -273,8 +275,14 @@ impl<const D: usize> Fp4Tensor<D> {
     pub fn squared_error(&self, values: Tensor<D>) -> Result<Tensor<1>, OpsError> {
         check_dtype(&values)?;
         check_shape("values", &self.dims(), &values.dims())?;
+        let values = match self.layout.hadamard {
+            // An orthogonal transform changes no sum of squares.
+            Some(transform) => hadamard(values.cast(DType::F32), self.layout.axis, transform)?,
+            None => values,
+        };
         let values = values.without_autodiff().into_dispatch();
         let (packed, layout) = self.clone().into_primitive();
+        let layout = layout.of_codes();
         Ok(Tensor::from_dispatch(Dispatch::fp4_squared_error(values, packed, layout)))
     }
 
@@ -299,7 +307,33 @@ impl<const D: usize> Fp4Tensor<D> {
         }
     }
 
-    /// Reads the tensor back to the host.
+    /// Says that the codes are of values after a Hadamard transform along the blocked axis, such as
+    /// those of a file. Dequantization then transforms back, and products transform their input.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_ops::{Fp4Scheme, Hadamard, hadamard, quantize};
+    ///
+    /// let transform = Hadamard::of_size(32).expect("a known size");
+    /// let weight = Tensor::<2>::full([64, 4], 1.5, &Device::flex());
+    /// let transformed = hadamard(weight.clone(), 0, transform)?;
+    /// let packed = quantize(transformed, 0, &Fp4Scheme::nvfp4())?.with_hadamard(Some(transform))?;
+    /// let scheme = Fp4Scheme::nvfp4().with_hadamard(Some(transform));
+    /// let same = quantize(weight, 0, &scheme)?; // all of it in one call
+    /// assert_eq!(packed.dequantize().into_data(), same.dequantize().into_data());
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`OpsError::Indivisible`] if the size of the transform does not divide the axis.
+    pub fn with_hadamard(self, hadamard: Option<Hadamard>) -> Result<Self, OpsError> {
+        let layout = Fp4Layout { hadamard, ..self.layout };
+        layout.validate()?;
+        Ok(Self { layout, ..self })
+    }
+
+    /// Reads the tensor back to the host: the codes and scales as they are, of transformed values
+    /// if the [layout](Self::layout) has a Hadamard transform.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor, TensorData};
@@ -355,6 +389,7 @@ impl<const D: usize> Fp4Tensor<D> {
             block_size: packed.block_size,
             shape: shape.to_vec(),
             axis,
+            hadamard: None,
         };
         layout.validate()?;
         let found = [packed.rows, packed.cols];

@@ -10,7 +10,7 @@ use std::hash::Hash;
 use std::iter;
 
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Fp4Scheme, Method, Sse, TensorScaling};
+use burn_fp4_search::{Fp4Scheme, Hadamard, Method, Sse, TensorScaling};
 
 use crate::error::{PolicyError, RecipeError};
 use crate::pattern::Patterns;
@@ -365,14 +365,16 @@ impl Judge<'_> {
             let name = entry.map_or("", |(_, name)| self.entries.names.text(name));
             return Some(Reason::Asked(name.to_owned()));
         };
-        let (cols, of) = (weight.cols, (self.by.columns)(scheme.format(), scheme.block_size));
+        let of = (self.by.columns)(scheme.format(), scheme.block_size);
+        // Both are powers of two.
+        let (cols, of) = (weight.cols, of.max(scheme.columns_multiple()));
         (!cols.is_multiple_of(of)).then_some(Reason::Columns { cols, of })
     }
 }
 
 /// The layout of a scheme's codes.
-fn layout(scheme: &Option<Fp4Scheme>) -> Option<(Fp4Format, usize)> {
-    scheme.map(|scheme| (scheme.format(), scheme.block_size))
+fn layout(scheme: &Option<Fp4Scheme>) -> Option<(Fp4Format, usize, Option<Hadamard>)> {
+    scheme.map(|scheme| (scheme.format(), scheme.block_size, scheme.hadamard))
 }
 
 /// Finds a quantized weight whose format differs from its family's.
@@ -396,7 +398,7 @@ fn fused_layers(
     schemes: &[Option<Fp4Scheme>],
 ) -> Vec<usize> {
     let Some(&first) = quantized.first() else { return Vec::new() };
-    let scaled = layout(&schemes[first]).is_some_and(|(format, _)| format.row().tensor_scale);
+    let scaled = layout(&schemes[first]).is_some_and(|(format, ..)| format.row().tensor_scale);
     // Layers with other columns have another input; the order of their rows is the file's. Stacked
     // matrices have a scale each, and stay alone.
     let single = |at: usize| weights[at].is_single() && !weights[at].transposed;

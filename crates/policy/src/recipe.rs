@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
+use burn_fp4_search::{Fp4Scheme, Hadamard, Method, ScaleRule};
 use serde::{Deserialize, Serialize};
 
 use crate::error::RecipeError;
@@ -59,6 +59,10 @@ pub struct Recipe {
     /// Rule for the arithmetic of scales; by default the first rule of the format, or that of
     /// [`Fp4Scheme::recommended`] if there is no method either.
     pub rule: Option<ScaleRule>,
+    /// Number of neighbouring inputs that a Hadamard transform mixes before weights are quantized:
+    /// one of [`Hadamard::SIZES`], or 0 for no transform, as by default. Layers with such weights
+    /// transform their inputs.
+    pub hadamard: Option<usize>,
     /// Choice of weights by their roles.
     pub preset: Option<Preset>,
     /// Weights that always stay dense.
@@ -99,6 +103,8 @@ pub struct RecipeWeights {
     pub method: Option<Method>,
     /// Rule for the arithmetic of scales.
     pub rule: Option<ScaleRule>,
+    /// Size of the Hadamard transform, or 0 for no transform.
+    pub hadamard: Option<usize>,
 }
 
 /// The format of weights in a recipe: `"dense"`, or the name of a format.
@@ -158,7 +164,8 @@ impl Recipe {
     /// [`RecipeError`] for choices that do not go together.
     pub fn base(&self) -> Result<Fp4Scheme, RecipeError> {
         self.check_selection()?;
-        resolved(None, self.base_format(), self.block_size, self.method, self.rule)
+        let (format, block_size) = (self.base_format(), self.block_size);
+        resolved(None, format, block_size, self.method, self.rule, self.hadamard)
     }
 
     /// Returns a scheme for every entry of [`weights`](Self::weights); `None` for dense weights.
@@ -170,13 +177,13 @@ impl Recipe {
     }
 
     fn scheme(&self, weights: &RecipeWeights) -> Result<Option<Fp4Scheme>, RecipeError> {
-        let RecipeWeights { names, format, block_size, method, rule } = weights;
+        let RecipeWeights { names, format, block_size, method, rule, hadamard } = weights;
         if names.is_empty() {
             return Err(RecipeError::Nameless);
         }
         let named = weights.to_string();
         let base = self.base_format();
-        let said = block_size.is_some() || method.is_some() || rule.is_some();
+        let said = block_size.is_some() || method.is_some() || rule.is_some() || hadamard.is_some();
         let format = match format {
             None if !said => return Err(RecipeError::NoChoice { weights: named }),
             None => base,
@@ -188,7 +195,8 @@ impl Recipe {
         let same = format == base;
         let block_size = block_size.or(self.block_size.filter(|_| same));
         let rule = rule.or(self.rule.filter(|_| same));
-        resolved(Some(named), format, block_size, method.or(self.method), rule).map(Some)
+        let (method, hadamard) = (method.or(self.method), hadamard.or(self.hadamard));
+        resolved(Some(named), format, block_size, method, rule, hadamard).map(Some)
     }
 
     /// Checks that weights are not selected both with a preset and with a list.
@@ -275,6 +283,7 @@ fn resolved(
     block_size: Option<usize>,
     method: Option<Method>,
     rule: Option<ScaleRule>,
+    hadamard: Option<usize>,
 ) -> Result<Fp4Scheme, RecipeError> {
     let recommended = Fp4Scheme::recommended(format);
     let rule = rule.unwrap_or_else(|| match method {
@@ -294,8 +303,10 @@ fn resolved(
         return Err(RecipeError::Method { weights, method, format });
     }
     let scheme = Fp4Scheme::of(rule).with_block_size(block_size).with_method(method);
-    match scheme.validate() {
-        Ok(()) => Ok(scheme),
+    let hadamard = hadamard.filter(|&size| size > 0).map(Hadamard::of_size).transpose();
+    let scheme = hadamard.map(|hadamard| scheme.with_hadamard(hadamard));
+    match scheme.and_then(|scheme| scheme.validate().map(|()| scheme)) {
+        Ok(scheme) => Ok(scheme),
         Err(problem) => Err(RecipeError::Scheme { weights, problem }),
     }
 }

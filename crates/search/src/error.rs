@@ -2,6 +2,7 @@
 
 use burn_fp4_formats::FormatError;
 
+use crate::hadamard::Hadamard;
 use crate::method::Method;
 use crate::rule::ScaleRule;
 
@@ -30,6 +31,24 @@ pub enum SearchError {
         /// The value given.
         found: f32,
     },
+    /// A Hadamard transform of this size is not known.
+    #[error("a Hadamard transform of {found} is not known; choose one of {known}", known = sizes())]
+    HadamardSize {
+        /// The size given.
+        found: usize,
+    },
+    /// An engine was given a scheme with a transform.
+    #[error(
+        "the scheme has a Hadamard transform, which is for weights; transform the values before, \
+         and give the scheme without it"
+    )]
+    Untransformed,
+    /// Second moments of the inputs are not enough where these are transformed.
+    #[error(
+        "a Hadamard transform of the inputs needs X^T X, not the mean square of each channel; \
+         leave the transform out, or gather X^T X"
+    )]
+    TransformedMoments,
     /// A name is not a known rule.
     #[error("unknown scale rule `{0}`; choose one of {known}", known = rules())]
     UnknownRule(String),
@@ -101,6 +120,10 @@ pub enum SearchError {
         /// The method.
         method: Method,
     },
+}
+
+fn sizes() -> String {
+    Hadamard::SIZES.map(|size| size.to_string()).join(", ")
 }
 
 fn rules() -> String {

@@ -5,6 +5,7 @@ use rayon::prelude::*;
 
 use crate::error::SearchError;
 use crate::gram_layout::GramLayout;
+use crate::hadamard::Hadamard;
 use crate::importance::{BlockHessians, check_symmetric};
 use crate::matrix::{Matrix, add_product};
 
@@ -411,6 +412,41 @@ impl Gram {
         Ok(sums.iter().sum())
     }
 
+    /// Returns the matrix of the inputs after a Hadamard transform, `T^T H T`. The
+    /// [`amax`](Self::amax) stays that of the inputs before it.
+    ///
+    /// ```
+    /// use burn_fp4_search::{Gram, Hadamard};
+    ///
+    /// let gram = Gram::of(&[1.0; 16], 16)?.transformed(Hadamard::of_size(16)?)?;
+    /// // All sixteen inputs are 1; transformed, the first is 4 and the others are 0.
+    /// assert_eq!((gram.get(0, 0), gram.get(0, 1), gram.get(5, 5)), (Some(16.0), Some(0.0), Some(0.0)));
+    /// # Ok::<(), burn_fp4_search::SearchError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`SearchError::Format`] if the size of the transform does not divide the channels, or the
+    /// known blocks.
+    pub fn transformed(mut self, hadamard: Hadamard) -> Result<Self, SearchError> {
+        let (size, side) = (hadamard.size(), self.layout.side());
+        check_blocks(self.channels(), size)?;
+        check_blocks(self.block_size(), size)?;
+        let values = self.values.par_chunks_exact_mut(self.layout.tile_len());
+        values.for_each(|tile| {
+            let mut part = vec![0.0; size * size];
+            for row in (0..side).step_by(size) {
+                for col in (0..side).step_by(size) {
+                    let place = |at: usize| (row + at / size) * side + col + at % size;
+                    (0..size * size).for_each(|at| part[at] = tile[place(at)]);
+                    transform_square(&mut part, hadamard);
+                    (0..size * size).for_each(|at| tile[place(at)] = part[at]);
+                }
+            }
+        });
+        self.mirror();
+        Ok(self)
+    }
+
     /// Returns the matrices along the diagonal, one for every block of channels.
     ///
     /// # Errors
@@ -423,6 +459,31 @@ impl Gram {
         });
         BlockHessians::new(values.collect(), block_size)
     }
+}
+
+/// Replaces a matrix M `[size, size]` by `T^T M T`.
+fn transform_square(square: &mut [f64], hadamard: Hadamard) {
+    let size = hadamard.size();
+    let negative = |at: usize| size == 16 && hadamard.signs() >> at & 1 == 1;
+    for at in (0..size * size).filter(|at| negative(at / size) != negative(at % size)) {
+        square[at] = -square[at];
+    }
+    // Butterflies of rows, then of columns.
+    for step in [size, 1] {
+        for line in 0..size {
+            let first = line * (size + 1 - step);
+            let mut half = 1;
+            while half < size {
+                for left in (0..size).filter(|at| at & half == 0) {
+                    let [left, right] = [left, left + half].map(|at| first + at * step);
+                    let (a, b) = (square[left], square[right]);
+                    (square[left], square[right]) = (a + b, a - b);
+                }
+                half *= 2;
+            }
+        }
+    }
+    square.iter_mut().for_each(|value| *value /= size as f64);
 }
 
 impl BlockHessians {

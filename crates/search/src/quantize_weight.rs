@@ -64,7 +64,8 @@ impl Method {
     }
 
     /// Quantizes a tensor of any float type along any axis. This method replaces that of
-    /// the scheme.
+    /// the scheme. With a Hadamard transform, the codes are those of the transformed tensor;
+    /// statistics are of the inputs as they are.
     ///
     /// ```
     /// use burn_fp4_search::formats::{Fp4Format, bf16};
@@ -90,6 +91,19 @@ impl Method {
         statistics: Statistics<'_>,
     ) -> Result<Packed, SearchError> {
         let scheme = &scheme.with_method(self);
+        if let Some(hadamard) = scheme.hadamard {
+            let scheme = scheme.without_hadamard();
+            let mut transformed = vec![0.0f32; weight.len()];
+            host::hadamard(weight, view, hadamard, false, &mut transformed)?;
+            return match statistics {
+                Statistics::None => self.quantize_view(&transformed, view, &scheme, statistics),
+                Statistics::Gram(gram) => {
+                    let gram = gram.clone().transformed(hadamard)?;
+                    self.quantize_view(&transformed, view, &scheme, Statistics::Gram(&gram))
+                }
+                Statistics::SecondMoments(_) => Err(SearchError::TransformedMoments),
+            };
+        }
         scheme.check_columns(view.axis)?;
         let amax = host::amax(weight, view, scheme);
         if amax.iter().any(|amax| !amax.is_finite()) {

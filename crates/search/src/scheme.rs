@@ -7,7 +7,8 @@ use burn_fp4_formats::{E2M1, FormatError, Fp4Format, ScaleGrid};
 use serde::{Deserialize, Serialize};
 
 use crate::error::SearchError;
-use crate::method::{E4m3Range, Method, Sse};
+use crate::hadamard::Hadamard;
+use crate::method::{E4m3Range, Method, Needs, Sse};
 use crate::rounding::Rounding;
 use crate::rule::{Normalization, ScaleRule};
 use crate::tensor_scale::{TensorFactor, TensorScaling};
@@ -72,6 +73,9 @@ pub struct Fp4Scheme {
     pub tensor_scale: TensorScaling,
     /// Reaction to NaN and infinity.
     pub non_finite: NonFinite,
+    /// Transform of the values before they are quantized. Activations are transformed alike when
+    /// they are multiplied by the codes.
+    pub hadamard: Option<Hadamard>,
 }
 
 impl Default for Fp4Scheme {
@@ -101,6 +105,7 @@ impl Fp4Scheme {
             rounding: Rounding::Nearest,
             tensor_scale: TensorScaling::Tensor,
             non_finite: NonFinite::Reject,
+            hadamard: None,
         }
     }
 
@@ -217,6 +222,58 @@ impl Fp4Scheme {
         self
     }
 
+    /// Sets the Hadamard transform of the values before they are quantized.
+    ///
+    /// Weights are transformed by [`Method::quantize_view`] and by the operations on tensors. The
+    /// engines below them quantize the values that they are given, and refuse a scheme with a
+    /// transform, so that none is forgotten.
+    ///
+    /// ```
+    /// use burn_fp4_search::formats::Fp4Format;
+    /// use burn_fp4_search::host::View;
+    /// use burn_fp4_search::{
+    ///     Fp4Scheme, Hadamard, Method, Needs, SearchError, Statistics, quantize,
+    /// };
+    ///
+    /// let scheme = Fp4Scheme::mxfp4().with_hadamard(Some(Hadamard::of_size(32)?));
+    /// let calibrated = scheme.with_method(Method::Hessian);
+    /// assert_eq!((scheme.needs(), calibrated.needs()), (Needs::Nothing, Needs::Gram));
+    /// assert_eq!((scheme.columns_multiple(), scheme.without_hadamard()), (32, Fp4Scheme::mxfp4()));
+    /// let (weight, view) = ([1.0; 32], View::rows(1, 32));
+    /// let packed = Method::Amax.quantize_view(&weight, view, &scheme, Statistics::None)?;
+    /// // All but the first of the transformed values are zero.
+    /// assert_eq!((packed.dequantize()[0], packed.dequantize()[1]), (6.0, 0.0));
+    /// assert_eq!(quantize(&weight, 1, 32, &scheme), Err(SearchError::Untransformed));
+    /// # Ok::<(), SearchError>(())
+    /// ```
+    pub const fn with_hadamard(mut self, hadamard: Option<Hadamard>) -> Self {
+        self.hadamard = hadamard;
+        self
+    }
+
+    /// Returns the scheme of values that are transformed already.
+    pub const fn without_hadamard(self) -> Self {
+        self.with_hadamard(None)
+    }
+
+    /// Returns the number that has to divide the columns: the larger of the block size and the size
+    /// of the transform.
+    #[must_use]
+    pub fn columns_multiple(&self) -> usize {
+        self.hadamard.map_or(self.block_size, |hadamard| self.block_size.max(hadamard.size()))
+    }
+
+    /// Returns the statistics that the method needs of the inputs of a layer. A Hadamard transform
+    /// of the inputs needs all of `X^T X` if the method needs any.
+    #[must_use]
+    pub fn needs(&self) -> Needs {
+        match self.method.needs() {
+            Needs::Nothing => Needs::Nothing,
+            _ if self.hadamard.is_some() => Needs::Gram,
+            needs => needs,
+        }
+    }
+
     /// Returns the format of the rule.
     #[must_use]
     pub const fn format(&self) -> Fp4Format {
@@ -282,6 +339,12 @@ impl Fp4Scheme {
         if self.blocks == Blocks::Tile16x16 && weighs_rows {
             return refuse("Blocks::Tile16x16", "activations weight the rows of a tile alike");
         }
+        if self.blocks == Blocks::Tile16x16 && self.hadamard.is_some() {
+            return refuse(
+                "Blocks::Tile16x16",
+                "a Hadamard transform has the rows of a matrix only",
+            );
+        }
         if matches!(self.method, Method::FourOverSix { .. })
             && self.rule.row().normalization != Normalization::Reciprocal
         {
@@ -307,12 +370,17 @@ impl Fp4Scheme {
         Err(SearchError::Scheme { rule: self.rule, choice, reason })
     }
 
-    /// Checks the scheme and that its blocks divide an axis of `cols` elements.
+    /// Checks the scheme of values that are quantized as they are, and that its blocks divide an
+    /// axis of `cols` elements.
     ///
     /// # Errors
-    /// As [`validate`](Self::validate), and [`FormatError::Indivisible`].
+    /// As [`validate`](Self::validate), [`SearchError::Untransformed`], and
+    /// [`FormatError::Indivisible`].
     pub fn check_columns(&self, cols: usize) -> Result<(), SearchError> {
         self.validate()?;
+        if self.hadamard.is_some() {
+            return Err(SearchError::Untransformed);
+        }
         if cols.is_multiple_of(self.block_size) {
             Ok(())
         } else {
@@ -345,9 +413,12 @@ impl fmt::Display for Fp4Scheme {
             TensorScaling::Amax(amax) => write!(f, ", tensor scale of amax {amax}")?,
             TensorScaling::Multiplier(multiplier) => write!(f, ", tensor scale {multiplier}")?,
         }
-        match self.rounding {
-            Rounding::Nearest => Ok(()),
-            Rounding::Stochastic { .. } => write!(f, ", rounded stochastically"),
+        if self.rounding != Rounding::Nearest {
+            write!(f, ", rounded stochastically")?;
+        }
+        match self.hadamard {
+            Some(hadamard) => write!(f, ", Hadamard transform of {}", hadamard.size()),
+            None => Ok(()),
         }
     }
 }

@@ -7,7 +7,7 @@ use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
     Budget, Calibration, CalibrationOptions, Candidate, Fp4Config, Fp4Format, Fp4Module, Fp4Scheme,
-    Gptq, Method, ScaleRule, Sse, Unused,
+    Gptq, Hadamard, Method, ScaleRule, Sse, Unused,
 };
 use examples::table::{figure, table};
 use llama::{
@@ -33,7 +33,8 @@ pub(crate) struct Arguments {
     /// Windows of 256 tokens to calibrate on.
     #[arg(long, default_value_t = 128)]
     calibration_windows: usize,
-    /// Windows of 128 tokens to differentiate the loss on, for the budgets.
+    /// Windows of 128 tokens to differentiate the loss on, for the budgets. With 0 no budgets are
+    /// compared.
     #[arg(long, default_value_t = 256)]
     loss_windows: usize,
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
@@ -80,16 +81,25 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let folder = Folder::open(&arguments.folder)?;
     let (dense, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    let comparison = Comparison { arguments, dense: &dense, tokens: &tokens, device: &device };
+    let config = &folder.config;
+    let attention = config.num_attention_heads * config.head_dim();
+    let inputs = [config.hidden_size, config.intermediate_size, attention];
+    let divides = |size: &usize| inputs.iter().all(|inputs| inputs.is_multiple_of(*size));
+    let sizes = Hadamard::SIZES.into_iter().filter(divides);
+    let transforms: Vec<Hadamard> = sizes.map(Hadamard::of_size).collect::<Result<_, _>>()?;
+    let (dense, tokens, transforms) = (&dense, &tokens, &transforms[..]);
+    let comparison = Comparison { arguments, transforms, dense, tokens, device: &device };
     // A list of variants for each seed.
     let (mut calibrated, mut budgets) = (Fp4Format::ALL.map(|_| Vec::new()), Vec::new());
     for seed in 1..=arguments.seeds {
         let windows = comparison.windows(seed);
-        let calibration = windows.run(&dense, CalibrationOptions::default(), &tokens, &device)?;
+        let calibration = windows.run(dense, CalibrationOptions::default(), tokens, &device)?;
         for (format, seeds) in Fp4Format::ALL.into_iter().zip(&mut calibrated) {
             seeds.push(comparison.calibrated(format, seed, &calibration)?);
         }
-        budgets.push(comparison.budgets(seed, &calibration)?);
+        if arguments.loss_windows > 0 {
+            budgets.push(comparison.budgets(seed, &calibration)?);
+        }
     }
     let mut rows = Vec::new();
     for (format, seeds) in Fp4Format::ALL.into_iter().zip(&calibrated) {
@@ -114,9 +124,16 @@ fn rows_of_seeds(format: Option<Fp4Format>, seeds: &[Vec<Named<Fidelity>>]) -> V
     (0..variants).map(row).collect()
 }
 
+/// Names a method after a Hadamard transform.
+fn named(method: &str, hadamard: Hadamard) -> String {
+    format!("{method}, Hadamard {}", hadamard.size())
+}
+
 /// The dense model, and the text to compare on.
 struct Comparison<'a> {
     arguments: &'a Arguments,
+    /// Hadamard transforms whose size divides the inputs of all layers.
+    transforms: &'a [Hadamard],
     dense: &'a Llama<Linear>,
     tokens: &'a Tokens,
     device: &'a Device,
@@ -167,6 +184,11 @@ impl Comparison<'_> {
             let config = fp4_config(self.dense, Fp4Scheme::of(rule));
             models.push((format!("amax, {rule}"), self.quantized(&config)?));
         }
+        let recommended = Fp4Scheme::recommended(format);
+        for &hadamard in self.transforms {
+            let config = fp4_config(self.dense, recommended).hadamard(hadamard);
+            models.push((named("recommended", hadamard), self.quantized(&config)?));
+        }
         self.measured(models)
     }
 
@@ -177,17 +199,26 @@ impl Comparison<'_> {
         seed: u64,
         calibration: &Calibration,
     ) -> Result<Vec<Named<Fidelity>>> {
-        let Self { arguments, dense, tokens, device } = *self;
+        let Self { arguments, transforms, dense, tokens, device } = *self;
         let hessian = fp4_config(dense, scheme(format, Method::Hessian));
         let hessian = hessian.with_calibration(calibration);
         let gptq = self.gptq(format);
-        let mut sequential = dense.clone();
-        self.windows(seed).quantize_sequential(&mut sequential, &gptq, tokens, device)?;
+        let in_sequence = |config: &Fp4Config| -> Result<Llama<Linear>> {
+            let mut model = dense.clone();
+            self.windows(seed).quantize_sequential(&mut model, config, tokens, device)?;
+            Ok(model)
+        };
         let mut variants = vec![
             ("hessian".to_owned(), self.quantized(&hessian)?),
             ("gptq".to_owned(), self.quantized(&gptq.with_calibration(calibration))?),
-            ("gptq, sequential".to_owned(), sequential),
+            ("gptq, sequential".to_owned(), in_sequence(&gptq)?),
         ];
+        for &hadamard in transforms {
+            let (name, config) = (named("gptq", hadamard), gptq.clone().hadamard(hadamard));
+            let model = self.quantized(&config.with_calibration(calibration))?;
+            variants.push((name.clone(), model));
+            variants.push((format!("{name}, sequential"), in_sequence(&config)?));
+        }
         if arguments.distillation.steps > 0 {
             let batches = Batches { seed, ..Batches::default() };
             let (distilled, _, _) =

@@ -1,10 +1,9 @@
-//! Hadamard transform of 16 neighbours; see `hadamard.rs` in the search crate.
+//! Hadamard transform of neighbours; see `hadamard.rs` in the search crate.
 
-use burn_fp4_search::Hadamard;
 use cubecl::prelude::*;
 
-/// Number of values that are transformed together.
-pub(crate) const SIZE: u32 = Hadamard::SIZE as u32;
+/// Number of values that [`transform`] takes.
+pub(crate) const SIZE: u32 = 16;
 
 /// Transforms the 16 values of an array from `start` on, or transforms them back.
 #[cube]
@@ -44,6 +43,27 @@ pub(crate) fn transform(
     #[unroll]
     for at in 0..SIZE {
         elements[comptime!((start + at) as usize)] = sums[comptime!(at as usize)];
+    }
+}
+
+/// Transforms all values of an array by butterflies.
+#[cube]
+pub(crate) fn sum_by_butterflies(elements: &mut Array<f32>, scale: f32, #[comptime] size: u32) {
+    #[unroll]
+    for level in 0..comptime!(size.ilog2()) {
+        let half = comptime!(1u32 << level);
+        #[unroll]
+        for pair in 0..comptime!(size / 2) {
+            let left = comptime!((pair / half * 2 * half + pair % half) as usize);
+            let right = comptime!(left + half as usize);
+            let (first, second) = (elements[left], elements[right]);
+            elements[left] = first + second;
+            elements[right] = first - second;
+        }
+    }
+    #[unroll]
+    for at in 0..size {
+        elements[comptime!(at as usize)] *= scale;
     }
 }
 

@@ -14,6 +14,7 @@
 //! | reference       | about                                                      |
 //! |-----------------|------------------------------------------------------------|
 //! | [`methods`]     | methods and scale rules, and the error of each             |
+//! | [`hadamard`]    | transforms that spread outliers                            |
 //! | [`calibrate`]   | statistics of the inputs of layers                         |
 //! | [`sensitivity`] | the error of each layer, budgets, recipes                  |
 //! | [`files`]       | checkpoints of other projects                              |
@@ -58,6 +59,10 @@ pub mod glossary {}
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("methods.md")]
 pub mod methods {}
+
+#[doc = include_str!("links.txt")]
+#[doc = include_str!("hadamard.md")]
+pub mod hadamard {}
 
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("calibrate.md")]

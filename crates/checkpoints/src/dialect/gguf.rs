@@ -88,6 +88,7 @@ fn read_weight<'a>(
         codes: tensor.bytes.clone(),
         scales: Vec::new().into(),
         tensor_scale: stated.map(TensorScale::Multiplier),
+        hadamard: None,
         order: Order::ElementFirst,
     };
     let mut weight = Weight::new(&*tensor.name, 0, Value::Fp4(fp4));

@@ -33,7 +33,7 @@ use std::sync::LazyLock;
 use crate::container::{CONFIG, Container};
 use crate::error::CheckpointError;
 use crate::fp4::{Fp4Weight, TensorScale};
-use crate::tensor::Tensor;
+use crate::tensor::{NewTensor, Tensor};
 use crate::weight::{Quantization, Value, Weight};
 pub use readers::{Known, Program, ProgramRow, ReadBy};
 pub(crate) use scheme::has_dynamic_inputs;
@@ -85,6 +85,25 @@ pub fn named(name: &str) -> Result<&'static dyn Dialect, CheckpointError> {
     let found = DIALECTS.into_iter().find(|dialect| dialect.name() == name);
     found
         .ok_or_else(|| CheckpointError::UnknownDialect { name: name.to_owned(), dialects: names() })
+}
+
+/// The tensors of a weight in a dialect, in the order of the index, given its
+/// [`writer`].
+///
+/// # Errors
+/// [`CheckpointError::CannotHold`] if the dialect has no place for it: as [`Write::tensors`], and
+/// for a Hadamard transform that readers do not apply to the inputs of layers.
+pub fn tensors<'w>(
+    (dialect, writer): (&dyn Dialect, &dyn Write),
+    weight: &'w Weight<'_>,
+) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+    match &weight.value {
+        Value::Fp4(fp4) if fp4.hadamard.is_some() && !writer.transforms() => {
+            let what = CheckpointError::TRANSFORMED_TO_DECODE;
+            Err(CheckpointError::cannot_hold(dialect.name(), &weight.name, what))
+        }
+        Value::Plain(_) | Value::Fp8(_) | Value::Fp4(_) => writer.tensors(weight),
+    }
 }
 
 /// The source of the dialect of a checkpoint.

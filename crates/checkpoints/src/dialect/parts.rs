@@ -330,6 +330,7 @@ impl<'a> Parts<'a> {
             codes: self.codes.bytes,
             scales: self.scales.bytes,
             tensor_scale: self.tensor_scale,
+            hadamard: None,
             order: self.order,
         };
         let found = weight.tensor_scale.as_ref().map_or(1, |scale| scale.stated().len());

@@ -101,11 +101,16 @@ pub trait Dialect: Sync {
 /// # Ok::<(), burn_fp4_checkpoints::CheckpointError>(())
 /// ```
 pub trait Write: Sync {
-    /// The tensors of a weight, in the order of the index.
+    /// The tensors of a weight, in the order of the index; see [`tensors`](super::tensors).
     ///
     /// # Errors
     /// [`CheckpointError::CannotHold`] if the dialect has no place for it.
     fn tensors<'w>(&self, weight: &'w Weight<'_>) -> Result<Vec<NewTensor<'w>>, CheckpointError>;
+
+    /// Returns true if readers transform the input of a layer as its weights were.
+    fn transforms(&self) -> bool {
+        false
+    }
 
     /// The programs that read a format in this dialect, in blocks of the format's own size.
     fn readers(&self, format: Fp4Format) -> &'static [ReadBy];

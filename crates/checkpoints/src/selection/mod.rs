@@ -153,12 +153,12 @@ impl Selection {
     /// [`CheckpointError::CannotHold`] with the first of them, in which writing would end. All of
     /// them are kept nonetheless, so that a plan can show them.
     pub fn keep_unheld(&mut self, model: &Model<'_>) -> Result<(), CheckpointError> {
-        let (_, writer) = writer_of(&self.policy)?;
+        let by = writer_of(&self.policy)?;
         let outline = self.outline(model);
         let mut first = Ok(());
         for (weight, decision) in outline.weights.iter().zip(&mut self.decisions) {
             let Decision::Quantize { .. } = decision else { continue };
-            let Err(error) = writer.tensors(weight) else { continue };
+            let Err(error) = dialect::tensors(by, weight) else { continue };
             let CheckpointError::CannotHold { dialect, what, .. } = error else {
                 return Err(error);
             };
@@ -324,14 +324,15 @@ impl Selection {
             };
             let (format, block_size) = (scheme.format(), scheme.block_size);
             let matrices = Matrices::of(model, weight);
-            let value = Value::Fp4(Fp4Weight::outline(
+            let mut fp4 = Fp4Weight::outline(
                 format,
                 block_size,
                 matrices.shape(weight.shape().len()),
                 matrices.transposed,
                 self.scaled && format.row().tensor_scale,
-            ));
-            Weight::new(weight.name.clone(), weight.file, value)
+            );
+            fp4.hadamard = scheme.hadamard;
+            Weight::new(weight.name.clone(), weight.file, Value::Fp4(fp4))
         };
         let mut ignore = model.quantization.ignore.clone();
         ignore.extend(self.layers.kept().map(Pattern::Within));

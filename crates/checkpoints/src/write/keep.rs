@@ -52,7 +52,7 @@ pub(super) fn kept(
         let holds = !turned
             && !target.folds(value)
             && target.check_scales(value).is_ok()
-            && target.writer.tensors(value).is_ok();
+            && target.tensors(value).is_ok();
         let floats = (!holds).then(|| floats(value, target));
         Some(Kept { weight, reason, floats })
     };

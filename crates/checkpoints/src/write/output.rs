@@ -355,6 +355,8 @@ impl Output<'_> {
     /// let planned = model.plan("plain", &WriteOptions::default())?;
     /// let mut output = planned.create(&path, "an example", Start::First)?;
     /// output.write_noting(0, &model.weights[0], "0.5 %")?;
+    /// output.flush()?;
+    /// assert!(output.files().is_some_and(|folder| folder.is_dir()));
     /// output.keep();
     /// assert!(output.stays().is_some());
     /// drop(output);
@@ -384,7 +386,7 @@ impl Output<'_> {
         // What it counts was counted when the plan was made.
         let prepared = planned.target.prepare(weight, &mut WriteReport::default())?;
         let (file, places) = planned.plan.places(at);
-        let tensors = planned.target.writer.tensors(&prepared)?;
+        let tensors = planned.target.tensors(&prepared)?;
         if tensors.len() != places.len() {
             let (dialect, weight) = (planned.target.dialect.name(), &weight.name);
             let what = "more or fewer tensors than were planned";

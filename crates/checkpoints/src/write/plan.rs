@@ -222,7 +222,7 @@ fn places(specs: &[Vec<Spec>], weights: &[usize], offsets: &[u64]) -> Vec<Vec<(u
 }
 
 fn specs_of(weight: &Weight<'_>, target: &Target) -> Result<Vec<Spec>, CheckpointError> {
-    let tensors = target.writer.tensors(weight)?;
+    let tensors = target.tensors(weight)?;
     let spec = |tensor: NewTensor<'_>| {
         let bytes = tensor.dtype.bytes(&tensor.shape).ok_or_else(|| {
             let what = "a shape that is not a whole number of bytes";
@@ -260,6 +260,7 @@ fn skeleton(weight: &Weight<'_>) -> Weight<'static> {
             codes: (&[]).into(),
             scales: (&[]).into(),
             tensor_scale: fp4.tensor_scale.as_ref().map(|_| one()),
+            hadamard: fp4.hadamard,
             order: fp4.order,
         }),
     };

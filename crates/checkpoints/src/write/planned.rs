@@ -147,7 +147,7 @@ impl Planned<'_> {
 
     /// The tensors of an unchanged weight of the model.
     fn tensors(&self, at: usize) -> Result<Vec<NewTensor<'_>>, CheckpointError> {
-        self.target.writer.tensors(&self.model.weights[at])
+        self.target.tensors(&self.model.weights[at])
     }
 }
 

@@ -10,11 +10,11 @@ use burn_fp4_formats::Fp4Format;
 use super::options::WriteOptions;
 use super::report::WriteReport;
 use crate::cast;
-use crate::dialect::{Dialect, ScaleConvention, Write};
+use crate::dialect::{self, Dialect, ScaleConvention, Write};
 use crate::dtype::{DataType, Dtype};
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, TensorScale, reciprocal};
-use crate::tensor::{Tensor, append, check_range};
+use crate::tensor::{NewTensor, Tensor, append, check_range};
 use crate::weight::{Value, Weight};
 
 /// The word for decoding in errors, in place of a dialect.
@@ -44,6 +44,17 @@ impl Target {
         let options = self.options_of(weight);
         let cast = cast_of(options, fp4).is_some();
         options.decode_fp4.is_none() && (cast || self.folds(weight))
+    }
+
+    /// The tensors of a weight, in the order of the index.
+    ///
+    /// # Errors
+    /// As [`dialect::tensors`].
+    pub(super) fn tensors<'w>(
+        &self,
+        weight: &'w Weight<'_>,
+    ) -> Result<Vec<NewTensor<'w>>, CheckpointError> {
+        dialect::tensors((self.dialect, self.writer), weight)
     }
 
     /// Returns true if a weight has a tensor scale that the dialect has no place for.

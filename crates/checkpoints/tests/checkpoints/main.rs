@@ -29,7 +29,8 @@ use burn_fp4_checkpoints::{
     Value, Weight, WriteOptions,
 };
 use burn_fp4_formats::TensorScale as Scale;
-use burn_fp4_formats::{E2M1, E8M0, Fp4Format, Packed, ScaleLayout};
+use burn_fp4_formats::{E2M1, E8M0, Fp4Format, Packed, ScaleLayout, bf16};
+use burn_fp4_policy::search::Hadamard;
 use serde_json::json;
 
 use counting::{Counting, peak};
@@ -488,7 +489,12 @@ fn the_dialect_is_what_the_files_say() {
     let config = |text: &str| fs::write(ct.join("config.json"), text).expect("a config");
     for (text, word) in [
         (r#"{"quantization_config": {"quant_method": "awq"}}"#, "awq"),
-        (r#"{"quantization_config": {"quant_method": "fp_quant"}}"#, "Hadamard"),
+        (r#"{"quantization_config": {"quant_method": "fp_quant"}}"#, "forward_dtype"),
+        (
+            r#"{"quantization_config": {"quant_method": "fp_quant", "forward_dtype": "mxfp4",
+               "pseudoquantization": true}}"#,
+            "pseudoquantization",
+        ),
         (
             r#"{"quantization_config": {"quant_method": "compressed-tensors",
                "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}}"#,
@@ -530,7 +536,7 @@ fn the_dialect_is_what_the_files_say() {
     }
     let unwritten = source.write(folder.join("x"), "quark", &WriteOptions::default());
     assert!(matches!(unwritten, Err(CheckpointError::ReadOnly { .. })));
-    assert_eq!(DIALECTS.iter().filter(|dialect| dialect.writer().is_some()).count(), 7);
+    assert_eq!(DIALECTS.iter().filter(|dialect| dialect.writer().is_some()).count(), 8);
 }
 
 /// The file is of this dialect, and has these weights.
@@ -633,6 +639,101 @@ fn dialects_that_are_only_read_with_a_config() {
         ],
     );
     check("quark", &path, &[("x.weight", &mx), ("y.weight", &nv)]);
+}
+
+/// FP-Quant: values are those of the codes, divided by the tensor scale and transformed back by the
+/// matrix of the file. No other dialect takes them without decoding.
+#[test]
+fn weights_after_a_hadamard_transform_are_read_and_written() {
+    let folder = folder("fp-quant");
+    let random = &mut Random(8);
+    for (format, dtype) in [(Fp4Format::MxFp4, "mxfp4"), (Fp4Format::NvFp4, "nvfp4")] {
+        let packed = random.packed(format, 8, 64, if dtype == "mxfp4" { 1.0 } else { 0.25 });
+        let path = folder.join(dtype);
+        fs::create_dir(&path).expect("a folder");
+        let config = format!(
+            r#"{{"quantization_config": {{"quant_method": "fp_quant", "forward_dtype": "{dtype}"}}}}"#
+        );
+        fs::write(path.join("config.json"), config).expect("a config");
+        let hadamard = Hadamard::of_size(32).expect("a size");
+        let file = |transform: Vec<u8>, size: usize| {
+            let blocks = 64 / format.row().block_size;
+            let divisor = if dtype == "mxfp4" { 1.0_f32 } else { 4.0 };
+            let number = |name| (name, Dtype::F32, vec![1], divisor.to_le_bytes().to_vec());
+            let matrix = |name| (name, Dtype::BF16, vec![size, size], transform.clone());
+            raw_file(
+                &path.join("model.safetensors"),
+                &[],
+                &[
+                    ("x.qweight", Dtype::U8, vec![8, 32], packed.codes.clone()),
+                    ("x.scales", Dtype::U8, vec![8, blocks], packed.scales.clone()),
+                    number("x.weight_global_scale"),
+                    number("x.act_global_scale"),
+                    matrix("x.forward_hadamard_matrix"),
+                    matrix("x.backward_hadamard_matrix"),
+                ],
+            );
+        };
+        let matrix = |size: usize, element: &dyn Fn(usize, usize) -> f32| -> Vec<u8> {
+            let bits = |at: usize| bf16::from_f32(element(at / size, at % size)).to_le_bytes();
+            (0..size * size).flat_map(bits).collect()
+        };
+        file(matrix(32, &|row, col| hadamard.factor(row, col)), 32);
+        check("fp-quant", &path, &[("x.weight", &packed)]);
+        let checkpoint = Checkpoint::open(&path).expect("a folder");
+        let model = checkpoint.model().expect("weights");
+        assert_eq!(model.weights[0].kind(), format!("{format} {} hadamard 32", packed.block_size));
+        let (_, values) = model.weights[0].values().expect("values");
+        let codes = packed.dequantize();
+        for (at, value) in values.iter().enumerate() {
+            let (row, col) = (at / 64, at % 64);
+            let group = row * 64 + col / 32 * 32;
+            let terms = (0..32).map(|i| f64::from(codes[group + i] * hadamard.factor(col % 32, i)));
+            let expected: f64 = terms.sum();
+            assert!((f64::from(*value) - expected).abs() < 1e-5 * (1.0 + expected.abs()));
+        }
+        let again = folder.join(format!("{dtype}-again"));
+        model.write(&again, "fp-quant", &WriteOptions::default()).expect("written");
+        let written = Checkpoint::open(&again).expect("a folder");
+        let found = written.model().expect("weights");
+        assert_eq!(found.weights[0].values().expect("values").1, values);
+        assert!(written.container().get("x.backward_hadamard_matrix").is_none());
+        let config = |folder: &Path| -> serde_json::Value {
+            let text = fs::read_to_string(folder.join("config.json")).expect("a config");
+            serde_json::from_str(&text).expect("an object")
+        };
+        assert_eq!(config(&again), config(&path));
+        let error = model.write(folder.join("x"), "modelopt", &WriteOptions::default());
+        let error = error.expect_err("no place for a transform").to_string();
+        assert!(error.contains("Hadamard"), "{error}");
+        let decoded = folder.join(format!("{dtype}-decoded"));
+        let options = WriteOptions { decode_fp4: Some(Dtype::F32), ..WriteOptions::default() };
+        model.write(&decoded, "plain", &options).expect("decoded");
+        let decoded = Checkpoint::open(&decoded).expect("a folder");
+        assert_eq!(
+            decoded.model().expect("weights").weights[0].values().expect("values").1,
+            values
+        );
+
+        // Without a transform, and with a matrix that is none.
+        file(matrix(32, &|row, col| f32::from(row == col)), 32);
+        check("fp-quant", &path, &[("x.weight", &packed)]);
+        let model = Checkpoint::open(&path).expect("a folder");
+        assert_eq!(model.model().expect("weights").weights[0].kind(), packed_kind(&packed));
+        for (transform, size) in [
+            (matrix(32, &|row, col| hadamard.factor(row ^ 1, col)), 32),
+            (matrix(2, &|row, col| if row * col == 1 { -0.7071 } else { 0.7071 }), 2),
+        ] {
+            file(transform, size);
+            let model = Checkpoint::open(&path).expect("a folder");
+            let error = model.model().map(|_| ()).expect_err("another matrix").to_string();
+            assert!(error.contains("forward_hadamard_matrix"), "{error}");
+        }
+    }
+}
+
+fn packed_kind(packed: &Packed) -> String {
+    format!("{} {}", packed.format, packed.block_size)
 }
 
 #[test]

@@ -212,7 +212,12 @@ fn read_only(reader: &str, folder: &Path) {
         _ => {
             tensors.extend(parts(["x.qweight", "x.scales"], [u8, e4m3], &nv));
             tensors.extend([g("x.weight_global_scale"), g("x.act_global_scale")]);
-            tensors.push(("x.forward_hadamard_matrix", Dtype::BF16, vec![2, 2], vec![0x3F; 8]));
+            let element = |at: usize| match (at / 16 & at % 16).count_ones() % 2 {
+                0 => [0x80, 0x3E], // a quarter
+                _ => [0x80, 0xBE],
+            };
+            let matrix = (0..256).flat_map(element).collect();
+            tensors.push(("x.forward_hadamard_matrix", Dtype::BF16, vec![16, 16], matrix));
             r#"{"quantization_config": {"quant_method": "fp_quant", "forward_dtype": "nvfp4"}}"#
         }
     };

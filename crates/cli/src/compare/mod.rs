@@ -6,7 +6,9 @@ mod report;
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use burn_fp4_checkpoints::{Checkpoint, CheckpointError, Reader, TensorProblem, Value, Weight};
+use burn_fp4_checkpoints::{
+    Checkpoint, CheckpointError, Fp4Weight, Reader, TensorProblem, Value, Weight,
+};
 
 use crate::accuracy::mean;
 use crate::checkpoint::{is_quantized, model, open, readable};
@@ -235,7 +237,8 @@ pub(crate) fn exact_difference(pair: &[Weight<'_>; 2]) -> Option<Result<Sums, St
     let [Value::Fp4(a), Value::Fp4(b)] = pair.each_ref().map(|weight| &weight.value) else {
         return None;
     };
-    let alike = (&a.shape, a.transposed) == (&b.shape, b.transposed);
+    let facts = |one: &Fp4Weight<'_>| (one.shape.clone(), one.transposed, one.hadamard);
+    let alike = facts(a) == facts(b);
     alike.then(|| Ok(sums_of(a.exact_values(), b.exact_values())?))
 }
 

@@ -3,7 +3,7 @@
 use burn_fp4_checkpoints::selection::Selection;
 use burn_fp4_checkpoints::{Model, Piece, Planned, Reader};
 use burn_fp4_policy::Decision;
-use burn_fp4_search::{Fp4Scheme, Method};
+use burn_fp4_search::Fp4Scheme;
 
 use super::group::{Group, native};
 use super::statistics::StatisticsFile;
@@ -48,7 +48,7 @@ pub(super) fn jobs(
         let largest = weights.iter().map(|&at| after[at]).max().unwrap_or(0);
         let made = weights.iter().map(|&at| after[at]).sum::<u64>() + largest;
         let memory = match how {
-            Some(how) => memory(model, &weights, how.method, statistics).max(made),
+            Some(how) => memory(model, &weights, &how, statistics).max(made),
             None if whole => bytes + made,
             None => bytes.min(Piece::MOST as u64),
         };
@@ -62,9 +62,10 @@ pub(super) fn jobs(
 fn memory(
     model: &Model<'_>,
     group: &[usize],
-    method: Method,
+    how: &Fp4Scheme,
     statistics: Option<&StatisticsFile>,
 ) -> u64 {
+    let method = how.method;
     let members = || group.iter().map(|&at| &model.weights[at]);
     let bytes: u64 = members().map(|weight| weight.bytes() as u64).sum();
     let values: u64 = members().map(|weight| weight.len() as u64).sum();
@@ -81,6 +82,11 @@ fn memory(
     });
     let held = if native { bytes } else { 4 * values };
     let read = if native { bytes } else { held + decoded.max().unwrap_or(0) };
+    // Transformed values are f32, beside those that were read.
+    let (held, read) = match how.hadamard {
+        Some(_) => (4 * values, read.max(held + 4 * values)),
+        None => (held, read),
+    };
     let whole = Group::of(model, group);
     let (matrix, square) = (whole.view.len() as u64, (whole.first.cols as u64).pow(2));
     let names = || whole.members.iter().map(|weight| weight.name.as_str());

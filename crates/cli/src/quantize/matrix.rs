@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::iter;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use burn_fp4_checkpoints::{Dtype, Fp4Weight, Model, Numbers, Reader, TensorScale, Value, Weight};
 use burn_fp4_search::formats::{Packed, bf16, f16};
-use burn_fp4_search::host::{HostElement, PackedView, View, squared_error, tensor_amax};
+use burn_fp4_search::host::{self, HostElement, PackedView, View, squared_error, tensor_amax};
 use burn_fp4_search::{
-    Fp4Scheme, Method, SearchError, Statistics, TensorScaling, squared_output_error,
+    Fp4Scheme, Hadamard, Method, SearchError, Statistics, TensorScaling, squared_output_error,
 };
 
 use super::engine::Engine;
@@ -29,6 +29,35 @@ pub(super) enum Floats {
     F32(Vec<f32>),
     F16(Vec<f16>),
     BF16(Vec<bf16>),
+}
+
+impl Floats {
+    /// Transforms every stacked matrix of a group along the inputs of its layers, in f32.
+    fn transformed(self, group: &Group<'_>, hadamard: Hadamard) -> Result<Self, CliError> {
+        fn of<T: HostElement>(
+            values: &[T],
+            group: &Group<'_>,
+            hadamard: Hadamard,
+        ) -> Result<Floats, SearchError> {
+            let mut transformed = vec![0.0f32; values.len()];
+            let matrices = transformed.chunks_mut(group.view.len());
+            for (target, source) in matrices.zip(values.chunks(group.view.len())) {
+                host::hadamard(source, group.view, hadamard, false, target)?;
+            }
+            Ok(Floats::F32(transformed))
+        }
+        let transformed = match &self {
+            Self::F32(values) => of(values, group, hadamard),
+            Self::F16(values) => of(values, group, hadamard),
+            Self::BF16(values) => of(values, group, hadamard),
+        };
+        let name = || group.members[0].name.clone();
+        transformed.map_err(|source| CliError::TensorOf {
+            file: PathBuf::new(),
+            name: name(),
+            source,
+        })
+    }
 }
 
 /// Reads the weights of a group one behind the other: one matrix, as they have the same columns.
@@ -122,7 +151,8 @@ impl<'q> Quantizer<'q> {
                          statistics, which the CPU alone can use; leave --device out"
                     )));
                 }
-                kernels.check(how, &group.members[0].name, group.view)
+                let engine = how.without_hadamard();
+                kernels.check(&engine, &group.members[0].name, group.view)
             }),
         }
     }
@@ -137,6 +167,10 @@ impl<'q> Quantizer<'q> {
         floats: Floats,
     ) -> Result<Vec<Quantized>, CliError> {
         let whole = Group::of(model, group);
+        let floats = match how.hadamard {
+            Some(hadamard) => floats.transformed(&whole, hadamard)?,
+            None => floats,
+        };
         let (packed, tallies) = match self.engine {
             Engine::Host => match floats {
                 Floats::F32(values) => self.on_host(&whole, how, &values),
@@ -152,7 +186,7 @@ impl<'q> Quantizer<'q> {
         }?;
         let parts = group.iter().zip(&whole.rows).zip(tallies);
         let quantized = |((&at, rows), tally): ((&usize, &Range<usize>), Tally)| {
-            let weight = part(&outline.weights[at], &packed, rows.clone());
+            let weight = part(&outline.weights[at], &packed, rows.clone(), how.hadamard);
             Quantized { at, weight, tally }
         };
         Ok(parts.map(quantized).collect())
@@ -222,8 +256,10 @@ impl<'q> Quantizer<'q> {
                 let part = Part::of(group, at, members.clone());
                 let mut known = self.known(group, members.start, at, how)?;
                 let unseen = matches!(known, Known::Unseen);
-                let fallback = how.with_method(Method::FALLBACK);
-                let used = if unseen { &fallback } else { how };
+                // Values and statistics are transformed already.
+                let engine = how.without_hadamard();
+                let fallback = engine.with_method(Method::FALLBACK);
+                let used = if unseen { &fallback } else { &engine };
                 let packed = quantize(part, used, known.given(used))?;
                 for member in members.clone() {
                     if member > members.start && runs.iter().any(|run| run.start == member) {
@@ -290,7 +326,12 @@ impl<'q> Quantizer<'q> {
         let calibrated = how.method.row().calibrated;
         let used = |file: &&StatisticsFile| calibrated || file.has_gram(name, &group.first);
         let Some(file) = self.statistics.filter(used) else { return Ok(Known::Nothing) };
-        match file.of(name, at, [group.first.stacked, group.first.cols]) {
+        let found = file.of(name, at, [group.first.stacked, group.first.cols]);
+        let found = found.and_then(|known| match how.hadamard {
+            Some(hadamard) => known.transformed(hadamard).map_err(|e| file.blame(name, e)),
+            None => Ok(known),
+        });
+        match found {
             Err(error @ CliError::TensorOf { .. }) if !calibrated => {
                 let mut unusable = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
                 unusable.entry(name.clone()).or_insert_with(|| error.to_string());
@@ -417,7 +458,12 @@ fn measured<T: HostElement>(
 }
 
 /// Rows of all matrices, as the weight of an outline.
-fn part(outline: &Weight<'_>, packed: &[Packed], rows: Range<usize>) -> Weight<'static> {
+fn part(
+    outline: &Weight<'_>,
+    packed: &[Packed],
+    rows: Range<usize>,
+    hadamard: Option<Hadamard>,
+) -> Weight<'static> {
     let (codes, scales) = (|m: &Packed| m.cols / 2, |m: &Packed| m.cols / m.block_size);
     let of = |bytes: fn(&Packed) -> &[u8], per_row: fn(&Packed) -> usize| -> Vec<u8> {
         let range = |matrix: &Packed| rows.start * per_row(matrix)..rows.end * per_row(matrix);
@@ -430,6 +476,7 @@ fn part(outline: &Weight<'_>, packed: &[Packed], rows: Range<usize>) -> Weight<'
         Value::Plain(_) | Value::Fp8(_) => (outline.shape().to_vec(), false, false),
     };
     let mut weight = Fp4Weight::outline(first.format, first.block_size, shape, transposed, false);
+    weight.hadamard = hadamard;
     weight.codes = of(|m| &m.codes, codes).into();
     weight.scales = of(|m| &m.scales, scales).into();
     let multipliers: Vec<f32> = packed.iter().map(|matrix| matrix.tensor_scale.of_row(0)).collect();

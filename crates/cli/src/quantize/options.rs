@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::iter;
 use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::selection::{DEFAULT, Matrices, Selection, dialect_of};
 use burn_fp4_checkpoints::{CheckpointError, Dtype, Model, dialect};
 use burn_fp4_policy::{Decision, Policy, PolicyError, Preset, Recipe, RecipeFile, RecipeWeights};
 use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
+use burn_fp4_search::{Fp4Scheme, Hadamard, Method, ScaleRule};
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use serde::Serialize;
 use serde_json::Value;
@@ -34,8 +35,8 @@ pub(super) struct Options {
     #[arg(long, value_name = "N")]
     block_size: Option<usize>,
     /// The dialect to write: names and layout of the tensors. The table below lists its readers.
-    /// The default is gguf if OUT ends in .gguf or INPUT is a GGUF file, and compressed-tensors
-    /// otherwise.
+    /// The default is fp-quant with --hadamard, gguf if OUT ends in .gguf or INPUT is a GGUF file,
+    /// and compressed-tensors otherwise.
     #[arg(long, value_name = "DIALECT", value_parser = PossibleValuesParser::new(packable()))]
     dialect: Option<String>,
     // The help lists the methods.
@@ -54,6 +55,12 @@ pub(super) struct Options {
     /// mxfp4, but even without --method.
     #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(rule_name)))]
     rule: Option<ScaleRule>,
+    /// Mixes this many neighbouring inputs by a Hadamard transform before weights are quantized:
+    /// 16, 32, 64, 128, or 0 for none, as by default. Outliers spread, and errors get smaller, most
+    /// of all of mxfp4 by gptq. Readers have to transform the inputs of layers: the dialect is
+    /// fp-quant.
+    #[arg(long, value_name = "N")]
+    hadamard: Option<usize>,
     // The help lists the presets.
     #[arg(
         long,
@@ -174,6 +181,7 @@ impl Options {
             dialect: self.dialect.clone().or(recipe.dialect),
             method: self.method.or(recipe.method),
             rule: self.rule.or(recipe.rule),
+            hadamard: self.hadamard.or(recipe.hadamard),
             preset,
             keep,
             only,
@@ -198,6 +206,7 @@ impl Options {
             ("dialect", differs(&self.dialect, &recipe.dialect)),
             ("method", differs(&self.method, &recipe.method)),
             ("rule", differs(&self.rule, &recipe.rule)),
+            ("hadamard", differs(&self.hadamard, &recipe.hadamard)),
             ("preset", chosen && recipe.preset.is_some() && recipe.preset != self.preset),
             ("only", chosen && !recipe.only.is_empty() && recipe.only != self.only),
             ("first-layers-high-precision", differs(&first, &recipe.first_layers_high_precision)),
@@ -251,9 +260,13 @@ impl ResolvedOptions {
             recipe.rule = recipe.rule.or(Some(rule));
             recipe.method = recipe.method.or(Some(Method::Amax));
         }
+        let entries = recipe.weights.iter().map(|entry| entry.hadamard);
+        let mut sizes = iter::once(recipe.hadamard).chain(entries).flatten();
+        let transforms = sizes.any(|size| size > 0);
         let dialect = recipe.dialect.clone().unwrap_or_else(|| {
             match miles {
                 true => "miles",
+                false if transforms => "fp-quant",
                 false if model.gguf.is_some() || out.is_some_and(is_gguf) => GGUF,
                 false => DEFAULT,
             }
@@ -297,6 +310,7 @@ impl ResolvedOptions {
             dialect: self.dialect().to_owned(),
             method: base.method,
             rule: base.rule,
+            hadamard: base.hadamard.map(Hadamard::size),
             preset: recipe.only.is_empty().then_some(self.policy.preset()),
             only: recipe.only,
             keep: recipe.keep,
@@ -383,6 +397,7 @@ pub(super) struct Settings {
     dialect: String,
     method: Method,
     rule: ScaleRule,
+    hadamard: Option<usize>,
     /// None: `only` says which weights.
     preset: Option<Preset>,
     only: Vec<String>,

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use burn_fp4_checkpoints::selection::{Matrices, Selection};
 use burn_fp4_checkpoints::{Model, Planned};
 use burn_fp4_policy::Decision;
-use burn_fp4_search::{Fp4Scheme, Method, ScaleRule};
+use burn_fp4_search::{Fp4Scheme, Hadamard, Method, ScaleRule};
 use serde::Serialize;
 
 use super::device::Device;
@@ -29,6 +29,8 @@ pub(super) struct Row {
     method: Option<Method>,
     /// The arithmetic of its scales.
     rule: Option<ScaleRule>,
+    /// The size of the Hadamard transform of its inputs.
+    hadamard: Option<usize>,
     /// Why it stays, which it shares its tensor scale with, or why another method was used.
     note: String,
     /// The note for a table, where the names of neighbours are short.
@@ -114,6 +116,7 @@ impl Report {
                 to: planned.decoded_to(at).map_or_else(|| target.kind(), |to| to.to_string()),
                 method: scheme.map(|scheme| scheme.method),
                 rule: scheme.map(|scheme| scheme.rule),
+                hadamard: scheme.and_then(|scheme| scheme.hadamard).map(Hadamard::size),
                 note,
                 short,
                 scheme: scheme.copied(),
@@ -230,13 +233,19 @@ impl Report {
         let settings = &self.settings;
         let all = self.schemes();
         let schemes = all.iter().take(SHOWN).map(|(scheme, count)| {
-            let Fp4Scheme { block_size, method, rule, .. } = scheme;
+            let Fp4Scheme { block_size, method, rule, hadamard, .. } = scheme;
             let count = if all.len() > 1 { format!("{count} ") } else { String::new() };
             let rule = match *rule == ScaleRule::of_format(scheme.format()) {
                 true => String::new(),
                 false => format!(" by rule {rule}"),
             };
-            format!("{count}{} in blocks of {block_size}, {method}{rule}", scheme.format())
+            let transform = hadamard
+                .map(|hadamard| format!(" after a Hadamard transform of {}", hadamard.size()));
+            let transform = transform.unwrap_or_default();
+            format!(
+                "{count}{} in blocks of {block_size}, {method}{rule}{transform}",
+                scheme.format()
+            )
         });
         let mut schemes: Vec<String> = schemes.collect();
         if all.len() > SHOWN {

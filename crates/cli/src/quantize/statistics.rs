@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use burn_fp4_checkpoints::selection::Matrices;
 use burn_fp4_checkpoints::{Container, DataType, Dtype, Metadata, Reader, Tensor, Weight};
-use burn_fp4_search::{Fp4Scheme, Gram, Method, Needs, SearchError, Statistics};
+use burn_fp4_search::{Fp4Scheme, Gram, Hadamard, Method, Needs, SearchError, Statistics};
 
 use crate::counted::counted;
 use crate::error::CliError;
@@ -26,6 +26,15 @@ pub(super) enum Known {
 }
 
 impl Known {
+    /// The statistics after a Hadamard transform of the inputs. Second moments say nothing of it.
+    pub(super) fn transformed(self, hadamard: Hadamard) -> Result<Self, SearchError> {
+        match self {
+            Self::Gram(gram) => gram.transformed(hadamard).map(Self::Gram),
+            Self::SecondMoments(_) => Err(SearchError::TransformedMoments),
+            Self::Nothing | Self::Unseen => Ok(self),
+        }
+    }
+
     /// The statistics that a method chooses by.
     pub(super) fn given(&self, how: &Fp4Scheme) -> Statistics<'_> {
         match self {

@@ -87,7 +87,7 @@ impl<'a> CalibrationOptions<'a> {
     }
 
     /// Gathers what this configuration asks for and no more: inputs of the weights that it selects,
-    /// and of these `X^T X`: all of it for GPTQ, as without this, but only its blocks
+    /// and of these `X^T X`: all of it for GPTQ and with a Hadamard transform, as without this, but only its blocks
     /// `[in / block_size, block_size, block_size]` for other methods. Of inputs that such blocks do
     /// not divide all of it is gathered, and of all inputs if the configuration has several
     /// schemes.
@@ -99,7 +99,7 @@ impl<'a> CalibrationOptions<'a> {
     /// The size of the blocks of which Gram matrices consist, unless they are whole.
     pub(crate) fn blocks(&self) -> Option<usize> {
         let config = self.config.as_ref().filter(|config| config.overrides.is_empty())?;
-        let only = match config.scheme.method.needs() {
+        let only = match config.scheme.needs() {
             Needs::SecondMoments | Needs::BlockHessians => true,
             Needs::Nothing | Needs::Gram => false,
         };

@@ -52,7 +52,8 @@ pub enum Calibrated {
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use burn_fp4_modules::{
-///     Calibrated, Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Parts, Method,
+///     Calibrated, Calibration, CalibrationOptions, CheckpointMap, Fp4Config, Fp4Module, Fp4Parts,
+///     Method,
 /// };
 ///
 /// let device = Device::flex();
@@ -63,8 +64,10 @@ pub enum Calibrated {
 ///
 /// let whole: Vec<Linear> = layers.clone(); // need not be initialized
 /// let decided = Fp4Parts::new(&whole, &config)?;
+/// let outline = decided.outline(&CheckpointMap::new())?; // for `Model::plan`
+/// assert!(decided.needs_inputs() && outline.weights[0].is_quantized());
 /// let mut activations = vec![vec![batch.clone()]];
-/// let mut packed = Vec::new();
+/// let (mut packed, mut reports) = (Vec::new(), Vec::new());
 /// for at in 0..2 {
 ///     let mut part: Vec<Option<Linear>> = vec![None, None];
 ///     part[at] = Some(layers[at].clone()); // or loaded from files
@@ -73,11 +76,15 @@ pub enum Calibrated {
 ///         x.into_iter().map(|x| layer.forward(x)).collect()
 ///     };
 ///     let options = CalibrationOptions::default();
-///     let (_report, outputs) =
+///     assert!(decided.part_needs_inputs(&part)?);
+///     let (report, outputs) =
 ///         decided.calibrate_and_quantize(&mut part, Calibrated::Dense, options, activations, run)?;
+///     reports.extend(report.parameters);
 ///     activations = outputs;
 ///     packed.extend(part.remove(at)); // or written to files
 /// }
+///
+/// println!("{}", decided.report(reports)?);
 ///
 /// let mut whole = layers;
 /// let calibration = Calibration::of(&whole).run([batch], forward)?;
@@ -134,13 +141,15 @@ impl Fp4Parts {
             let (parameter, plan) = &self.plan.parameters[of[0]];
             let ParameterPlan::Quantize(plan) = plan else { continue };
             let placement = map.placement(&parameter.container, parameter.shape.len());
-            weight.value = Value::Fp4(Fp4Weight::outline(
+            let mut fp4 = Fp4Weight::outline(
                 plan.layout.format,
                 plan.layout.block_size,
                 weight.shape().to_vec(),
                 placement.input_first_in_files(),
                 plan.layout.format.row().tensor_scale,
-            ));
+            );
+            fp4.hadamard = plan.layout.hadamard;
+            weight.value = Value::Fp4(fp4);
         }
         Ok(model)
     }
@@ -204,6 +213,24 @@ impl Fp4Parts {
     /// same bits as by [`calibrate_and_quantize`](Self::calibrate_and_quantize), for parts that were
     /// quantized before. Sequential quantization needs the quantized values, dense:
     /// [`materialize`](Module::materialize) decodes them.
+    ///
+    /// ```
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::{CalibrationOptions, Fp4Config, Fp4Parts};
+    ///
+    /// let device = Device::flex();
+    /// let mut part = LinearConfig::new(64, 32).init(&device);
+    /// let decided = Fp4Parts::new(&part, &Fp4Config::nvfp4())?;
+    /// let batches = vec![vec![Tensor::<2>::ones([2, 64], &device)]];
+    /// let forward = |part: &Linear, x: Vec<Tensor<2>>| {
+    ///     x.into_iter().map(|x| part.forward(x)).collect()
+    /// };
+    /// let outputs = decided.run(&part, CalibrationOptions::default(), batches, forward)?;
+    /// assert_eq!(outputs[0][0].dims(), [2, 32]);
+    /// decided.quantize(&mut part)?; // by a method without statistics
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Calibrate::run`](crate::Calibrate::run).

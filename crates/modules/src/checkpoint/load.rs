@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use burn::module::{Module, Param};
 use burn::tensor::{Bool, Bytes, DType, Device, Int, Tensor, TensorData};
 use burn_fp4_checkpoints::{Checkpoint, CheckpointError, Dtype, Model, Value, Weight};
-use burn_fp4_ops::OpsError;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
+use burn_fp4_ops::{Hadamard, OpsError};
 
 use crate::error::{Fp4Error, caught};
 use crate::pack::packed_parameter::with_values;
@@ -184,8 +184,8 @@ impl<'p> Packing<'p> {
         if let Some(known) = known.filter(|known| known.device() == device) {
             return Ok(Some(known.shared(axis)));
         }
-        let host = packed(self.weights, source);
-        let made = PackedWeight::from_packed(host, dense.shape(), axis, &device);
+        let (host, hadamard) = packed(self.weights, source);
+        let made = PackedWeight::from_packed(host, hadamard, dense.shape(), axis, &device);
         let made = made.map_err(|problem| match problem {
             OpsError::Device(_) => Fp4Error::at(dense.path(), problem),
             problem => Fp4Error::Mismatch(vec![Mismatch::Scales {
@@ -201,8 +201,9 @@ impl<'p> Packing<'p> {
     }
 }
 
-/// Codes and scales of a weight, or of several that are stacked, as one matrix.
-fn packed(weights: &[Weight<'_>], source: &Source) -> Packed {
+/// Codes and scales of a weight, or of several that are stacked, as one matrix, with the Hadamard
+/// transform of the values that they are of.
+fn packed(weights: &[Weight<'_>], source: &Source) -> (Packed, Option<Hadamard>) {
     let (mut codes, mut scales, mut multipliers) = (Vec::new(), Vec::new(), Vec::new());
     let (mut facts, mut rows) = (None, 0);
     for piece in &source.pieces {
@@ -223,13 +224,13 @@ fn packed(weights: &[Weight<'_>], source: &Source) -> Packed {
             multipliers.extend(std::iter::repeat_n(multiplier, part.rows()));
         }
         rows += part.stacked() * part.rows();
-        facts = Some((part.format, part.block_size, part.cols()));
+        facts = Some((part.format, part.block_size, part.cols(), part.hadamard));
     }
-    let (format, block_size, cols) = facts.expect("a plan has pieces, all of them FP4");
+    let (format, block_size, cols, hadamard) = facts.expect("a plan has pieces, all of them FP4");
     let one = multipliers[0];
     let all = multipliers.iter().all(|multiplier| multiplier.to_bits() == one.to_bits());
     let tensor_scale = if all { TensorScale::One(one) } else { TensorScale::PerRow(multipliers) };
-    Packed { format, block_size, rows, cols, codes, scales, tensor_scale }
+    (Packed { format, block_size, rows, cols, codes, scales, tensor_scale }, hadamard)
 }
 
 /// Replaces the values of parameters.

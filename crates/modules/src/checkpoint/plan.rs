@@ -385,7 +385,15 @@ pub(crate) fn described(weight: &Weight<'_>) -> String {
         }
         Value::Plain(tensor) => tensor.dtype.to_string(),
         Value::Fp8(fp8) => fp8.values.dtype.to_string(),
-        Value::Fp4(fp4) => format!("{} in blocks of {}", fp4.format, fp4.block_size),
+        Value::Fp4(fp4) => {
+            let packed = format!("{} in blocks of {}", fp4.format, fp4.block_size);
+            match fp4.hadamard {
+                Some(hadamard) => {
+                    format!("{packed} after a Hadamard transform of {}", hadamard.size())
+                }
+                None => packed,
+            }
+        }
     }
 }
 

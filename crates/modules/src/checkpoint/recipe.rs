@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use burn_fp4_ops::Fp4Scheme;
+use burn_fp4_ops::{Fp4Scheme, Hadamard};
 use burn_fp4_policy::{
     Decision, Decisions, Pattern, Policy, Recipe, RecipeFormat, RecipeWeights, Syntax,
 };
@@ -63,7 +63,7 @@ impl Fp4Report {
     ///
     /// # Errors
     /// [`Fp4Error::RecipeParameter`] for what a recipe cannot say: schemes with more than a rule,
-    /// a block size and a method, blocks along another axis than in files, codes that
+    /// a block size, a method and a Hadamard transform, blocks along another axis than in files, codes that
     /// were handed over or packed before, and tensor scales that are shared by others than the
     /// layers that inference engines run as one. [`Fp4Error::Mismatch`], [`Fp4Error::Rename`],
     /// [`Fp4Error::Group`] and [`Fp4Error::Experts`] for the map.
@@ -105,6 +105,7 @@ impl Fp4Report {
             block_size: Some(how.block_size),
             method: Some(how.method),
             rule: Some(how.rule),
+            hadamard: how.hadamard.map(Hadamard::size),
         };
         let recipe = Recipe {
             only: all(),
@@ -172,9 +173,12 @@ fn scheme(one: &ParameterReport, map: &CheckpointMap) -> Result<Option<Fp4Scheme
         return cannot("that blocks run along another axis than in files");
     }
     let own = Fp4Scheme::of(scheme.rule).with_block_size(scheme.block_size);
-    let own = own.with_method(scheme.method);
+    let unsigned = scheme.hadamard.filter(|hadamard| hadamard.signs() == 0);
+    let own = own.with_method(scheme.method).with_hadamard(unsigned);
     if *scheme != own {
-        return cannot("more of a scheme than its rule, block size and method");
+        let more = "more of a scheme than its rule, block size, method and Hadamard transform \
+                    without signs";
+        return cannot(more);
     }
     Ok(Some(own))
 }

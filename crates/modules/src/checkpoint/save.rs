@@ -251,6 +251,7 @@ fn packed_value(
         codes: codes.into(),
         scales: scales.into(),
         tensor_scale: scaled.then(|| Stated::Multiplier(Numbers::new(&numbers))),
+        hadamard: layout.hadamard,
         order: Order::ElementFirst,
     }))
 }
@@ -283,7 +284,8 @@ fn same(left: &Value<'_>, right: &Value<'_>) -> bool {
             (left.dtype, &left.shape, &left.bytes) == (right.dtype, &right.shape, &right.bytes)
         }
         (Value::Fp4(left), Value::Fp4(right)) => {
-            let facts = |one: &Fp4Weight<'_>| (one.format, one.block_size, one.shape.clone());
+            let facts =
+                |one: &Fp4Weight<'_>| (one.format, one.block_size, one.hadamard, one.shape.clone());
             facts(left) == facts(right)
                 && (&left.codes, &left.scales, &left.tensor_scale)
                     == (&right.codes, &right.scales, &right.tensor_scale)
@@ -351,6 +353,7 @@ fn matrices(value: &Value<'static>) -> Vec<Value<'static>> {
                     format: part.format,
                     block_size: part.block_size,
                     storage: part.storage,
+                    hadamard: part.hadamard,
                     order: part.order,
                 })
             };
@@ -397,7 +400,9 @@ fn stack(name: &str, found: BTreeMap<usize, Saved>) -> Result<(String, Value<'st
                 all.codes.to_mut().extend_from_slice(&one.codes);
                 all.scales.to_mut().extend_from_slice(&one.scales);
                 numbers.extend(one.tensor_scale.iter().flat_map(|scale| scale.stated().to_vec()));
-                let facts = |one: &Fp4Weight<'_>| (one.format, one.block_size, one.shape.clone());
+                let facts = |one: &Fp4Weight<'_>| {
+                    (one.format, one.block_size, one.hadamard, one.shape.clone())
+                };
                 facts(all) == facts(one)
             }
             _ => false,

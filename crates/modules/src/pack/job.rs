@@ -11,7 +11,7 @@ use burn_fp4_ops::formats::check_length;
 use burn_fp4_ops::search::{Method, Needs, Sse};
 use burn_fp4_ops::{
     Fp4Layout, Fp4Scheme, Fp4Tensor, MatmulPath, NonFinite, OpsError, TensorScaling, amax,
-    matmul_path, squared_sums,
+    hadamard, matmul_path, squared_sums,
 };
 
 use crate::error::Fp4Error;
@@ -112,7 +112,7 @@ impl<'a> Jobs<'a> {
         visit_parameters(module, &mut TakeDense { jobs: self, wanted });
     }
 
-    /// Measures the amax of each weight whose tensor scale must be known up front (shared, or of
+    /// Measures the amax of each weight, transformed as its scheme says, whose tensor scale must be known up front (shared, or of
     /// several slices), or that must be finite because its scheme or `reject` says so. Finds tied
     /// weights too: weights that share an id have the same values, unless an optimizer or a record
     /// has changed some.
@@ -355,7 +355,12 @@ impl VisitParameters for Measure<'_> {
         let path = path.join();
         let Some(at) = self.jobs.at(&path).filter(|&at| self.wanted[at]) else { return };
         let values = param.base().without_autodiff();
-        let measured = match amax(values.clone()) {
+        let WeightPlan { layout, scheme, .. } = self.jobs.list[at].task.plan;
+        let quantized = match scheme.hadamard {
+            Some(transform) => hadamard(values.clone().cast(DType::F32), layout.axis, transform),
+            None => Ok(values.clone()),
+        };
+        let measured = match quantized.and_then(amax) {
             Ok(amax) => amax,
             Err(problem) => {
                 self.error.get_or_insert(Fp4Error::at(path, problem));

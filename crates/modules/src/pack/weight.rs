@@ -11,8 +11,8 @@ use burn::module::Module;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_fp4_ops::search::{Method, Needs, Sse};
 use burn_fp4_ops::{
-    Fp4Scheme, Fp4Tensor, Gptq, Gram, HessianFactor, Importance, Interpreter, NonFinite, OpsError,
-    TensorScaling, amax, is_host, quantize, quantize_by_importance, quantize_family,
+    Fp4Scheme, Fp4Tensor, Gptq, Gram, Hadamard, HessianFactor, Importance, Interpreter, NonFinite,
+    OpsError, TensorScaling, amax, is_host, quantize, quantize_by_importance, quantize_family,
     quantize_with_best_tensor_scale, quantize_with_hessian_factor,
 };
 use burn_ir::TensorId;
@@ -171,7 +171,7 @@ impl WeightTask<'_> {
         }
         let Some(inputs) = &self.inputs else { return all(Fallback::NoInputs) };
         let block_size = self.plan.scheme.block_size;
-        let fits = |gram: &Gram| match asked.needs() {
+        let fits = |gram: &Gram| match self.plan.scheme.needs() {
             Needs::Gram => gram.is_whole(),
             Needs::BlockHessians => gram.has_blocks(block_size),
             // The diagonal is always known.
@@ -224,11 +224,21 @@ fn quantize_whole<const D: usize>(
     gram: Option<&Arc<Gram>>,
     factors: &mut HessianFactorCache,
 ) -> Result<Fp4Tensor<D>, OpsError> {
-    match (scheme.method, gram) {
-        (Method::Gptq(options), Some(gram)) => {
-            let factor = factors.of(gram, &options, scheme.block_size, &dense.device())?;
-            quantize_with_hessian_factor(dense, axis, scheme, &factor)
+    let own;
+    let gram = match (scheme.method, scheme.hadamard, gram) {
+        // Factors are kept for weights with the same inputs.
+        (Method::Gptq(options), _, Some(gram)) => {
+            let factor = factors.of(gram, &options, scheme, &dense.device())?;
+            return quantize_with_hessian_factor(dense, axis, scheme, &factor);
         }
+        (_, Some(hadamard), Some(gram)) => {
+            own = Gram::clone(gram).transformed(hadamard)?;
+            Some(&own)
+        }
+        (_, None, gram) => gram.map(|gram| &**gram),
+        (_, _, None) => None,
+    };
+    match (scheme.method, gram) {
         (Method::Sse(Sse::Weighted), Some(gram)) => {
             let weights: Vec<f32> = gram.diagonal().map(|value| value as f32).collect();
             quantize_by_importance(dense, axis, scheme, Importance::Channels(&weights))
@@ -277,12 +287,13 @@ fn stacked<const D: usize>(
     Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, task.plan.layout.clone())
 }
 
-/// The Hessian factor that GPTQ computed last, with the Gram matrix that it is made of. Slices of a
+/// The Hessian factor that GPTQ computed last, with the Gram matrix and the transform of the inputs
+/// that it is made of. Slices of a
 /// weight may share a Gram matrix, and so may weights that are not a family because their blocks
 /// run along other axes.
 #[derive(Default)]
 pub(crate) struct HessianFactorCache {
-    last: Option<(Arc<Gram>, Arc<HessianFactor>)>,
+    last: Option<(Arc<Gram>, Option<Hadamard>, Arc<HessianFactor>)>,
 }
 
 impl HessianFactorCache {
@@ -290,12 +301,13 @@ impl HessianFactorCache {
         &mut self,
         gram: &Arc<Gram>,
         options: &Gptq,
-        block_size: usize,
+        scheme: &Fp4Scheme,
         device: &Device,
     ) -> Result<Arc<HessianFactor>, OpsError> {
-        let device = device.clone().inner();
-        if let Some((known, factor)) = &self.last
+        let (device, block_size) = (device.clone().inner(), scheme.block_size);
+        if let Some((known, hadamard, factor)) = &self.last
             && Arc::ptr_eq(known, gram)
+            && *hadamard == scheme.hadamard
             && factor.options() == options
             && factor.block_size() == block_size
             && *factor.device() == device
@@ -304,8 +316,12 @@ impl HessianFactorCache {
         }
         // Freed before the next one is made: they may be large.
         self.last = None;
-        let factor = Arc::new(HessianFactor::new(gram, options, block_size, &device)?);
-        self.last = Some((gram.clone(), factor.clone()));
+        let hadamard = scheme.hadamard;
+        let transformed =
+            hadamard.map(|hadamard| Gram::clone(gram).transformed(hadamard)).transpose()?;
+        let of = transformed.as_ref().unwrap_or(gram);
+        let factor = Arc::new(HessianFactor::new(of, options, block_size, &device)?);
+        self.last = Some((gram.clone(), hadamard, factor.clone()));
         Ok(factor)
     }
 }
@@ -318,7 +334,8 @@ pub(super) fn family_key(task: &WeightTask<'_>) -> Option<impl Eq + Hash + use<>
     let (inputs, slices) = (task.inputs.as_ref()?, plan.slices());
     // Weights with the same inputs share the Gram matrices themselves.
     let grams: Vec<_> = (0..slices).map(|slice| inputs.of(slice).map(Arc::as_ptr)).collect();
-    Some((grams, plan.axis_of_matrices()?, plan.scheme.block_size, used))
+    let Fp4Scheme { block_size, hadamard, .. } = plan.scheme;
+    Some((grams, plan.axis_of_matrices()?, block_size, hadamard, used))
 }
 
 /// Values that the next family may use again.
@@ -375,7 +392,7 @@ fn quantize_slice(
     let matrices = family.iter().map(|(weight, task)| (weight.matrix(slice), task.scheme()));
     match (plan.scheme.method.gptq(), inputs.as_ref().and_then(|inputs| inputs.of(slice))) {
         (Some(options), Some(gram)) => {
-            let factor = factors.of(gram, &options, plan.scheme.block_size, &weight.device())?;
+            let factor = factors.of(gram, &options, &plan.scheme, &weight.device())?;
             quantize_family(matrices.collect(), axis, &factor)
         }
         _ => matrices

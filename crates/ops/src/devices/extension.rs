@@ -19,7 +19,7 @@ use burn_fp4_search::host::DequantTarget;
 use burn_fp4_search::{Draw, Fp4Scheme, GramLayout, Hadamard};
 
 use super::portable::bias::add_bias;
-use super::portable::{dequantize, gram, hadamard, on_host, quantize};
+use super::portable::{dequantize, dequantize_transformed, gram, hadamard, on_host, quantize};
 use crate::hessian_factor::HessianFactor;
 use crate::layout::{Fp4Layout, Fp4Primitive};
 #[cfg(feature = "cube")]
@@ -101,7 +101,10 @@ pub trait Fp4Backend: Backend {
         #[fusion(scalar = layout.tag())] layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        dequantize::dequantize::<Self>(packed, layout, dtype)
+        match layout.hadamard {
+            Some(hadamard) => dequantize_transformed::<Self>(packed, layout, hadamard, dtype),
+            None => dequantize::dequantize::<Self>(packed, layout, dtype),
+        }
     }
 
     /// Multiplies an input `[M, K]` by a weight `[K, N]` packed along its first axis, in the dtype
@@ -152,8 +155,7 @@ pub trait Fp4Backend: Backend {
         quantize::fake_quantize::<Self>(values, amax, axis, scheme, target)
     }
 
-    /// Applies the Hadamard transform to every 16 neighbours along an axis, or its inverse, in the
-    /// dtype of the input.
+    /// Applies the Hadamard transform along an axis, or its inverse, in the dtype of the input.
     #[fusion(dtype = values, shape = values)]
     fn fp4_hadamard(
         values: FloatTensor<Self>,

@@ -9,8 +9,8 @@ use burn_fp4_search::squares::ranges_of;
 use burn_fp4_search::{Activations, Fp4Scheme, GramLayout, Hadamard, Importance};
 
 use super::extension::Fp4Backend;
-use super::portable::gram;
 use super::portable::on_host::{OwnedImportance, read};
+use super::portable::{dequantize_transformed, gram, transformed_input};
 use crate::layout::{Fp4Layout, Fp4Primitive};
 use crate::saturated::Saturated;
 
@@ -131,6 +131,7 @@ fn matmul<B: HostDevice>(
 ) -> FloatTensor<B> {
     let (device, m) = (input.device(), input.shape()[0]);
     let [k, n] = layout.shape[..] else { unreachable!("callers check the rank") };
+    let input = transformed_input::<B>(input, layout);
     let (input, weight) = (B::contiguous(input), HostPacked::<B>::new(weight));
     let output = each_dtype!(B::values(&input), input => filled(&[m, n], |output| {
         host::matmul(input, weight.view(layout), [n, k], activations, output).expect(CHECKED);
@@ -175,6 +176,9 @@ impl<B: HostDevice> Fp4Backend for B {
         layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
+        if let Some(hadamard) = layout.hadamard {
+            return dequantize_transformed::<Self>(packed, layout, hadamard, dtype);
+        }
         let device = packed.codes.device();
         let packed = HostPacked::new(packed);
         B::float_from_data(B::dense_data(packed.view(&layout), &layout, dtype), &device)
@@ -221,9 +225,17 @@ impl<B: HostDevice> Fp4Backend for B {
     ) -> FloatTensor<Self> {
         let (device, shape) = (values.device(), values.shape());
         let (values, view) = (B::contiguous(values), View::along(&shape, axis));
-        let output = each_dtype!(B::values(&values), values => filled(&shape, |output| {
+        fn transform<T: HostElement>(
+            values: &[T],
+            view: View,
+            (hadamard, inverse): (Hadamard, bool),
+            output: &mut [T],
+        ) {
             host::hadamard(values, view, hadamard, inverse, output).expect(CHECKED);
-        }));
+        }
+        let output = each_dtype!(B::values(&values), values => {
+            filled(&shape, |output| transform(values, view, (hadamard, inverse), output))
+        });
         B::float_from_data(output, &device)
     }
 

@@ -47,6 +47,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::{FamilyPlan, Matmul, MatmulPlan};
+use burn_fp4_search::Hadamard;
 
 use self::pattern::{Adapter, Member, Pattern, Product, Reader, Reshape};
 use crate::devices::cube::device::{may_multiply, with_products};
@@ -226,6 +227,8 @@ struct Planned<'a> {
     member: &'a Member,
     product: &'a Product,
     plan: MatmulPlan,
+    /// Transform of the input.
+    hadamard: Option<Hadamard>,
     adds_bias: bool,
 }
 
@@ -307,10 +310,10 @@ impl FusedProduct {
         let planned = self.pattern.members.iter().map(|member| {
             let planner = planners.next()?;
             let Some(Reader::Product(product)) = &member.reader else { return None };
-            let plan = plan(member, &product.matmul, context, planner)?;
+            let (plan, hadamard) = plan(member, &product.matmul, context, planner)?;
             let add = product.add.as_ref();
             let adds_bias = add.is_some_and(|add| adds_bias(context, &add.operation, &plan));
-            Some(Planned { member, product, plan, adds_bias })
+            Some(Planned { member, product, plan, hadamard, adds_bias })
         });
         planned.collect()
     }
@@ -362,7 +365,8 @@ impl FusedProduct {
             planned.iter().flatten().map(|planned| output(context, planned)).collect();
         let shapes = outputs.iter().map(|output| output.shape.clone()).collect();
         // Inputs are equal: reshapes of one tensor.
-        let input = of_family[0].input.clone();
+        let hadamard = planned.iter().flatten().next().and_then(|first| first.hadamard);
+        let input = transformed(of_family[0].input.clone(), hadamard);
         let weights = of_family.into_iter().map(|read| (read.weight, read.bias)).collect();
         let values = matmul::run_family(&family, input, weights, shapes);
         for (output, values) in outputs.into_iter().zip(values) {
@@ -398,13 +402,23 @@ impl FusedProduct {
     }
 }
 
-/// Plans a product, if it has one weight, one dtype, and a plan.
+/// Transforms the input `[.., k]` of a product.
+fn transformed(input: CubeTensor, hadamard: Option<Hadamard>) -> CubeTensor {
+    let axis = input.meta.shape().num_dims() - 1;
+    match hadamard {
+        Some(hadamard) => CubeBackend::fp4_hadamard(input, axis, hadamard, false),
+        None => input,
+    }
+}
+
+/// Plans a product, if it has one weight, one dtype, and a plan. Returns it with the transform of
+/// its input.
 fn plan(
     member: &Member,
     operation: &MatmulOpIr,
     context: &Streams,
     planner: &mut Planner,
-) -> Option<MatmulPlan> {
+) -> Option<(MatmulPlan, Option<Hadamard>)> {
     let real = |tensor: &TensorIr| context.tensors.get(&tensor.id);
     let layout = layout(context, &member.dequantize)?;
     let layout = if member.transposed { layout.transposed() } else { layout };
@@ -423,7 +437,7 @@ fn plan(
     if !one_weight || !same_dtype || !known_scale {
         return None;
     }
-    planner.plan(m, &layout, output.dtype)
+    Some((planner.plan(m, &layout, output.dtype)?, layout.hadamard))
 }
 
 /// Plans all products as one launch, if there are several, a kernel takes them together, and none
@@ -442,6 +456,7 @@ fn family(
     };
     let alike = |other: &&Planned<'_>| {
         other.adds_bias == first.adds_bias
+            && other.hadamard == first.hadamard
             && other.product.add.is_some() == other.adds_bias
             && by_row(other) == by_row(first)
     };
@@ -467,7 +482,8 @@ fn run(
     device: &CubeDevice,
 ) -> CubeTensor {
     let Operands { input, weight, bias } = operands;
-    let values = matmul::run(&planned.plan, input.clone(), weight, bias, shape.clone());
+    let transformed = transformed(input.clone(), planned.hadamard);
+    let values = matmul::run(&planned.plan, transformed, weight, bias, shape.clone());
     let Some(adapter) = &planned.member.adapter else { return values };
     let delta = multiply_adapter(adapter, input, planned.plan.matmul().k, context);
     let values = CubeBackend::float_add(values, CubeBackend::float_reshape(delta, shape));

@@ -3,11 +3,12 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 use burn_fp4_search::host::DequantTarget;
-use burn_fp4_search::{Fp4Scheme, NonFinite, SearchError, TensorScaling};
+use burn_fp4_search::{Fp4Scheme, Importance, NonFinite, SearchError, TensorScaling};
 
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
-use crate::quantize::{check_uniform, checked_amax};
+use crate::layout::{Fp4Layout, check_dtype};
+use crate::quantize::checked_amax;
 use crate::saturated::Saturated;
 
 /// Rounds every value as [`quantize`](crate::quantize) and
@@ -145,4 +146,20 @@ fn fake_quantize_unchecked<const D: usize>(
         DequantTarget::Full,
         saturated,
     ))
+}
+
+/// Checks values that are fake-quantized.
+///
+/// # Errors
+/// As [`quantize`](crate::quantize), except for values that are not finite; [`OpsError::Search`]
+/// for a scheme with a Hadamard transform, which is for weights.
+fn check_uniform<const D: usize>(
+    values: &Tensor<D>,
+    axis: usize,
+    scheme: &Fp4Scheme,
+) -> Result<(), OpsError> {
+    let layout = Fp4Layout::new(&values.shape(), axis, scheme)?;
+    check_dtype(values)?;
+    scheme.check_columns(layout.shape[axis])?;
+    Ok(Importance::Uniform.check(scheme, layout.shape[axis])?)
 }

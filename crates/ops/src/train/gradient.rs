@@ -2,7 +2,7 @@
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
-use burn_fp4_search::{Draw, Fp4Scheme, Hadamard, Rounding};
+use burn_fp4_search::{Draw, Fp4Scheme, Rounding};
 
 use super::product::{Factor, Quantizer, pad, product};
 use super::recipe::TrainRecipe;
@@ -59,7 +59,7 @@ pub(crate) fn weight_gradient<B: Fp4Backend>(
     let quantizes = recipe.activations.is_some() || gradients.is_some();
     let transform = |values: FloatTensor<B>| match recipe.hadamard {
         Some(hadamard) if quantizes => {
-            B::fp4_hadamard(pad::<B>(values, 0, Hadamard::SIZE), 0, hadamard, false)
+            B::fp4_hadamard(pad::<B>(values, 0, hadamard.size()), 0, hadamard, false)
         }
         _ => values,
     };

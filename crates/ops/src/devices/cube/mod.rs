@@ -104,6 +104,7 @@ fn multiply(
     if let Some(plan) = plan {
         FUSED.fetch_add(1, Ordering::Relaxed);
         GROUPS.fetch_add(1, Ordering::Relaxed);
+        let input = portable::transformed_input::<CubeBackend>(input, &layout);
         return matmul::run(&plan, input, weight, bias, Shape::new([m, n]));
     }
     DENSE.fetch_add(1, Ordering::Relaxed);
@@ -241,6 +242,9 @@ impl Fp4Backend for CubeBackend {
         layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
+        if let Some(hadamard) = layout.hadamard {
+            return portable::dequantize_transformed::<Self>(packed, layout, hadamard, dtype);
+        }
         let like = packed.codes.clone();
         let Ok(device) = capability(&like.device, &like.client) else {
             return portable::dequantize::<Self>(packed, layout, dtype);
@@ -311,22 +315,28 @@ impl Fp4Backend for CubeBackend {
         hadamard: Hadamard,
         inverse: bool,
     ) -> FloatTensor<Self> {
-        if !has_kernels(&values.device) {
+        let Ok(device) = capability(&values.device, &values.client) else {
             return portable::hadamard::<Self>(values, axis, hadamard, inverse);
-        }
+        };
         let values = into_contiguous(values);
         let shape = values.meta.shape().clone();
         let output = burn_fp4_cubecl::hadamard(
             &values.client,
-            &Capability::of(&values.client),
+            &device,
             values.handle.clone(),
             View::along(&shape, axis),
             kernel_dtype(values.dtype),
             hadamard,
             inverse,
-        )
-        .expect(CHECKED);
-        output_tensor(&values, output, shape, values.dtype)
+        );
+        match output {
+            Ok(output) => output_tensor(&values, output, shape, values.dtype),
+            // A wgpu device: sixteen neighbours, or no buffers of the dtype.
+            Err(Refusal::Device { .. }) => {
+                portable::hadamard::<Self>(values, axis, hadamard, inverse)
+            }
+            Err(refusal) => panic!("{CHECKED}: {refusal}"),
+        }
     }
 
     fn fp4_add_gram(

@@ -3,7 +3,7 @@
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::FloatDType;
-use burn_fp4_search::GramLayout;
+use burn_fp4_search::{GramLayout, Hadamard};
 
 use super::{dequantize, gram};
 use crate::devices::extension::Fp4Backend;
@@ -17,6 +17,30 @@ pub fn matmul<B: Fp4Backend>(
 ) -> FloatTensor<B> {
     let dtype = FloatDType::from(input.dtype());
     B::float_matmul(input, B::fp4_dequantize(weight, layout, dtype))
+}
+
+/// [`Fp4Backend::fp4_dequantize`] of codes of transformed values: transformed back in f32, and
+/// rounded once.
+pub fn dequantize_transformed<B: Fp4Backend>(
+    packed: Fp4Primitive<B>,
+    layout: Fp4Layout,
+    hadamard: Hadamard,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let axis = layout.axis;
+    let values = B::fp4_dequantize(packed, layout.of_codes(), FloatDType::F32);
+    B::float_cast(B::fp4_hadamard(values, axis, hadamard, true), dtype)
+}
+
+/// Transforms the input `[M, K]` of a product as the values of its weight were.
+pub fn transformed_input<B: Fp4Backend>(
+    input: FloatTensor<B>,
+    layout: &Fp4Layout,
+) -> FloatTensor<B> {
+    match layout.hadamard {
+        Some(hadamard) => B::fp4_hadamard(input, 1, hadamard, false),
+        None => input,
+    }
 }
 
 /// [`Fp4Backend::fp4_squared_error`] with the sums of the device.

@@ -22,7 +22,7 @@ mod scale_grid;
 mod tensor_scale;
 mod tiles;
 
-pub use composed::{add_gram, matmul, squared_error};
+pub use composed::{add_gram, dequantize_transformed, matmul, squared_error, transformed_input};
 pub use dequantize::dequantize;
 pub use hadamard::hadamard;
 pub use on_host::{quantize_by_importance, quantize_gptq, quantize_on_host};

@@ -390,7 +390,7 @@ fn a_folder_stage_by_stage_has_the_bytes_of_the_whole_model() {
         };
         let written = folder.save(&model, &paths[1], job.dialect).expect("a folder");
         assert_eq!(found.report, report.expect("quantized"), "{name} {method}");
-        assert_eq!(found.written, written, "{name} {method}");
+        assert_eq!((found.files, found.bytes), (written.files, written.bytes), "{name} {method}");
         assert_same_files(&paths[0], &paths[1]);
     }
 }
@@ -461,7 +461,7 @@ fn a_run_that_was_interrupted_is_gone_on_with() {
         copy.spoil(&["model.layers.1.mlp.up_proj.weight"]);
         let (error, path) = run("gone-on", false);
         let error = error.expect_err("a value that is not finite").to_string();
-        assert!(error.contains("`layers.1.mlp.up_proj.weight`"), "{error}");
+        assert!(error.contains("parameter `layers.1.mlp."), "{error}");
         assert!(error.contains("run the same command with --resume to go on"), "{error}");
         assert!(!path.exists());
         let (error, _) = run("gone-on", false);

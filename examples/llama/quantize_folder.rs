@@ -59,8 +59,10 @@ pub struct QuantizeFolder<'a> {
 pub struct QuantizedFolder {
     /// The report about the model.
     pub report: Fp4Report,
-    /// The files.
-    pub written: WriteReport,
+    /// Number of files with tensors.
+    pub files: usize,
+    /// Bytes of all tensors.
+    pub bytes: u64,
     /// Time of each step, over all stages.
     pub seconds: Seconds,
 }
@@ -133,7 +135,8 @@ impl QuantizeFolder<'_> {
         seconds.save += clock.lap()?;
         let reports = earlier.into_values().map(|note| note.report).chain(reports);
         let report = decided.report(reports)?;
-        Ok(QuantizedFolder { report, written: planned.report(), seconds })
+        let WriteReport { files, bytes, .. } = planned.report();
+        Ok(QuantizedFolder { report, files, bytes, seconds })
     }
 
     /// Returns the files to be written, and which weights are copied: those that stay dense in the

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
 use burn::nn::Linear;
-use burn_fp4::{Fp4Config, Fp4Report, WriteReport};
+use burn_fp4::{Fp4Config, Fp4Report};
 use llama::{Folder, Llama, QuantizeFolder, QuantizeOptions, QuantizedFolder, names};
 use serde::Serialize;
 
@@ -106,8 +106,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         device: &device,
         resume: arguments.resume,
     };
-    let QuantizedFolder { report: quantized, written, seconds } = job.run(&arguments.out)?;
-    let WriteReport { files, bytes, .. } = written;
+    let QuantizedFolder { report: quantized, files, bytes, seconds } = job.run(&arguments.out)?;
     let report = Report {
         quantized,
         files,

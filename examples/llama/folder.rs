@@ -157,8 +157,13 @@ pub fn create<M: Module>(model: &M, config: &str, out: &Path) -> Result<WriteRep
 /// As [`create`].
 pub fn create_random(config: &str, out: &Path, device: &Device) -> Result<(usize, WriteReport)> {
     let parsed = LlamaConfig::parse(config.as_bytes())?;
-    let whole = Llama::<Linear>::new(&parsed, device)?;
-    let mut outline = whole.outline_fp4(&names())?;
+    // The tables of positions are not saved.
+    let mut shapes = parsed.clone();
+    shapes.max_position_embeddings = 1;
+    // Copies of a parameter share the values that the first of them is initialized with: a model
+    // for each stage, of which nothing else is ever initialized.
+    let whole = || Llama::<Linear>::new(&shapes, device);
+    let mut outline = whole()?.outline_fp4(&names())?;
     narrow_outline(&mut outline, parsed.dtype.as_deref());
     outline.config = Some(serde_json::from_str(config)?);
     let options = WriteOptions { shards: Shards::Size(4_000_000_000), ..WriteOptions::default() };
@@ -168,7 +173,7 @@ pub fn create_random(config: &str, out: &Path, device: &Device) -> Result<(usize
     bar.set_message("writes random weights");
     let mut at = 0;
     for stage in Stage::all(&parsed) {
-        for weight in narrowed(&whole.part(stage, false), parsed.dtype.as_deref())?.weights {
+        for weight in narrowed(&whole()?.part(stage, false), parsed.dtype.as_deref())?.weights {
             output.write(at, &weight)?;
             at += 1;
             bar.inc(1);

@@ -1,19 +1,21 @@
 //! The example `llama` against `transformers`, dense and in FP4.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+use std::time::SystemTime;
 
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fp4::checkpoints::Value;
 use burn_fp4::{
-    Activations, CheckpointMap, Fp4Config, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme, Method,
-    Outcome, ParameterReport,
+    Activations, CalibrationOptions, CheckpointMap, Fp4Config, Fp4Format, Fp4Linear, Fp4Module,
+    Fp4Scheme, Method, Outcome, ParameterReport,
 };
 use llama::{
-    CalibrationWindows, Folder, Llama, LlamaConfig, Projection, QuantizeOptions, Sampling, Tokens,
-    Windows, generate, perplexity,
+    CalibrationWindows, Folder, Llama, LlamaConfig, Projection, QuantizeFolder, QuantizeOptions,
+    Sampling, Tokens, Windows, generate, perplexity,
 };
 use safetensors::SafeTensors;
 use tests::tensors::floats;
@@ -241,23 +243,37 @@ fn two_dialects_keep_the_codes_and_the_greedy_tokens_of_transformers() {
 
 #[test]
 fn gptq_calibrates_once_or_layer_by_layer() {
-    let (folder, device) = (folder("genesis"), Device::flex());
+    let folder = folder("genesis");
     let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), BOOK, 0.1).unwrap();
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
     let model = load::<Linear>(&folder);
     for method in [None, Some(Method::SSE)] {
         let (format, damping) = (Fp4Format::NvFp4, Some(0.1));
-        let options = QuantizeOptions { format, method, sequential: false, damping, calibration };
+        let options = QuantizeOptions {
+            format,
+            method,
+            sequential: false,
+            damping,
+            hadamard: None,
+            calibration,
+        };
         let error = options.config(&model).expect_err("no damping without GPTQ").to_string();
         assert!(error.contains("--damping is for --method gptq"), "{error}");
     }
     for sequential in [false, true] {
         let (format, damping, method) = (Fp4Format::NvFp4, Some(0.1), Method::GPTQ);
-        let options =
-            QuantizeOptions { format, method: Some(method), sequential, damping, calibration };
-        let mut model = load::<Linear>(&folder);
+        let options = QuantizeOptions {
+            format,
+            method: Some(method),
+            sequential,
+            damping,
+            hadamard: None,
+            calibration,
+        };
         let config = options.config(&model).expect("a configuration");
-        let report = options.apply(&mut model, &config, &tokens, &device).expect("quantized");
+        let path = out(&format!("gptq-{sequential}"));
+        let report = quantize(&folder, &config, &options, &tokens, false).run(&path);
+        let report = report.expect("quantized").report;
         assert_eq!(report.quantized().count(), 28);
         let fell = |one: &ParameterReport| match &one.outcome {
             Outcome::Quantized { fallback, .. } => fallback.is_some(),
@@ -269,7 +285,7 @@ fn gptq_calibrates_once_or_layer_by_layer() {
 
 #[test]
 fn a_method_of_a_recipe_table_is_calibrated_for() {
-    let (folder, device) = (folder("genesis"), Device::flex());
+    let folder = folder("genesis");
     let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), BOOK, 0.1).unwrap();
     let file = burn_fp4::Recipe::parse(
         r#"
@@ -280,20 +296,13 @@ fn a_method_of_a_recipe_table_is_calibrated_for() {
         ]
         "#,
     );
-    let mut model = load::<Linear>(&folder);
     let config = Fp4Config::of_recipe(&file.expect("a recipe"), &llama::names());
     // Format and method of the options do not count: the configuration comes from the file.
-    let (format, method) = (Fp4Format::NvFp4, Method::SSE);
-    let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
-    let options = QuantizeOptions {
-        format,
-        method: Some(method),
-        sequential: false,
-        damping: None,
-        calibration,
-    };
-    let report = options.apply(&mut model, &config.expect("a configuration"), &tokens, &device);
-    let report = report.expect("quantized");
+    let options = options(Method::SSE, false);
+    let path = out("recipe-table");
+    let config = config.expect("a configuration");
+    let report = quantize(&folder, &config, &options, &tokens, false).run(&path);
+    let report = report.expect("quantized").report;
     assert_eq!(report.quantized().count(), 28);
     for one in report.quantized() {
         let Outcome::Quantized { scheme, fallback, .. } = &one.outcome else {
@@ -304,6 +313,165 @@ fn a_method_of_a_recipe_table_is_calibrated_for() {
         let hessian = one.path.contains("o_proj");
         assert_eq!((scheme.method == Method::Hessian), hessian, "{}", one.path);
         assert!(fallback.is_none(), "{report}");
+    }
+}
+
+fn options(method: Method, sequential: bool) -> QuantizeOptions {
+    let calibration = CalibrationWindows { windows: 12, context: 48, seed: 1 };
+    let (format, method) = (Fp4Format::NvFp4, Some(method));
+    QuantizeOptions { format, method, sequential, damping: None, hadamard: None, calibration }
+}
+
+/// A quantization of a folder, on the host.
+fn quantize<'a>(
+    folder: &'a Folder,
+    config: &'a Fp4Config,
+    options: &'a QuantizeOptions,
+    tokens: &'a Tokens,
+    resume: bool,
+) -> QuantizeFolder<'a> {
+    static DEVICE: LazyLock<Device> = LazyLock::new(Device::flex);
+    let dialect = "compressed-tensors";
+    QuantizeFolder { folder, config, options, tokens, dialect, device: &DEVICE, resume }
+}
+
+/// Tokens of the models that have 40 of them, and of the one whose tokens are bytes.
+fn few_tokens() -> Tokens {
+    let text: String = (0..4000_u32).map(|at| char::from(32 + (at * at / 7 % 8) as u8)).collect();
+    Tokens::new(&folder("genesis").tokenizer().expect("a tokenizer"), &text, 0.1).expect("tokens")
+}
+
+/// Checks that two folders have the same files.
+fn assert_same_files(found: &Path, expected: &Path) {
+    let names = |path: &Path| -> BTreeSet<_> {
+        let entries = std::fs::read_dir(path).expect("a folder");
+        entries.map(|entry| entry.expect("an entry").file_name()).collect()
+    };
+    assert_eq!(names(found), names(expected));
+    for name in names(found) {
+        let [found, expected] =
+            [found, expected].map(|path| std::fs::read(path.join(&name)).expect("a file"));
+        assert!(found == expected, "{}", name.display());
+    }
+}
+
+/// Folders of the same model: quantized stage by stage, and as a whole.
+#[test]
+fn a_folder_stage_by_stage_has_the_bytes_of_the_whole_model() {
+    let tokens = few_tokens();
+    for (name, method, sequential) in [
+        ("genesis", Method::GPTQ, false),
+        ("genesis", Method::GPTQ, true),
+        ("genesis", Method::SSE, false),
+        ("llama3", Method::GPTQ, true),
+        ("qwen2", Method::GPTQ, true),
+        ("qwen3", Method::Hessian, false),
+        ("qwen3", Method::GPTQ, true),
+    ] {
+        let (folder, options) = (folder(name), options(method, sequential));
+        let mut model = load::<Linear>(&folder);
+        let config = options.config(&model).expect("a configuration");
+        let paths =
+            ["stages", "whole"].map(|way| out(&format!("{way}-{name}-{method}-{sequential}")));
+        let job = quantize(&folder, &config, &options, &tokens, false);
+        let found = job.run(&paths[0]).unwrap_or_else(|error| panic!("{name}: {error:?}"));
+
+        let (calibration, device) = (options.calibration, Device::flex());
+        let report = if sequential {
+            calibration.quantize_sequential(&mut model, &config, &tokens, &device)
+        } else {
+            let options = CalibrationOptions::default().memory(512 << 20).for_config(&config);
+            let known = calibration.run(&model, options, &tokens, &device).expect("statistics");
+            let config = match method {
+                Method::SSE => config.clone(),
+                _ => config.with_calibration(&known),
+            };
+            model.quantize_fp4(&config).map_err(Into::into)
+        };
+        let written = folder.save(&model, &paths[1], job.dialect).expect("a folder");
+        assert_eq!(found.report, report.expect("quantized"), "{name} {method}");
+        assert_eq!((found.files, found.bytes), (written.files, written.bytes), "{name} {method}");
+        assert_same_files(&paths[0], &paths[1]);
+    }
+}
+
+/// A copy of a folder whose weights can be spoiled and repaired, without a trace in its times.
+struct Copy {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    modified: SystemTime,
+}
+
+impl Copy {
+    fn of(name: &str, to: &str) -> Self {
+        let (from, path) = (folder(name), out(to));
+        std::fs::create_dir_all(&path).expect("a folder");
+        for entry in std::fs::read_dir(from.checkpoint().container().root()).expect("a folder") {
+            let entry = entry.expect("an entry");
+            std::fs::copy(entry.path(), path.join(entry.file_name())).expect("a copy");
+        }
+        let weights = path.join("model.safetensors");
+        let modified = weights.metadata().and_then(|known| known.modified()).expect("a time");
+        Self { bytes: std::fs::read(&weights).expect("bytes"), path, modified }
+    }
+
+    /// Makes the first value of some weights NaN, and others what they were.
+    fn spoil(&self, names: &[&str]) {
+        let tensors = SafeTensors::deserialize(&self.bytes).expect("tensors");
+        let mut bytes = self.bytes.clone();
+        for name in names {
+            let tensor = tensors.tensor(name).expect("a weight");
+            let at = tensor.data().as_ptr() as usize - self.bytes.as_ptr() as usize;
+            // The exponent of f32 and bf16 lies in the last two bytes.
+            let size = tensor.data().len() / tensor.shape().iter().product::<usize>();
+            bytes[at..at + size].fill(0xFF);
+        }
+        let path = self.path.join("model.safetensors");
+        std::fs::write(&path, bytes).expect("written");
+        let file = std::fs::File::options().write(true).open(&path).expect("the file");
+        file.set_modified(self.modified).expect("a time");
+    }
+}
+
+/// The second layer cannot be quantized at first. The run that goes on does not read the weights of
+/// the first again, but for its activations.
+#[test]
+fn a_run_that_was_interrupted_is_gone_on_with() {
+    let tokens = few_tokens();
+    for (name, sequential) in [("genesis", false), ("genesis", true), ("llama3", true)] {
+        let copy = Copy::of(name, &format!("resumed-{name}-{sequential}"));
+        let options = options(Method::GPTQ, sequential);
+        let run = |to: &str, resume| {
+            let folder = Folder::open(&copy.path).expect("a folder");
+            let config = options.config(&load::<Linear>(&folder)).expect("a configuration");
+            let path = copy.path.with_file_name(format!("{to}-{name}-{sequential}"));
+            let done = quantize(&folder, &config, &options, &tokens, resume).run(&path);
+            (done.map(|done| done.report), path)
+        };
+        for left in ["left-alone", "gone-on"] {
+            for path in [
+                out(&format!("{left}-{name}-{sequential}")),
+                out(&format!(".{left}-{name}-{sequential}.partial")),
+            ] {
+                assert!(!path.exists());
+            }
+        }
+        copy.spoil(&[]);
+        let (expected, whole) = run("left-alone", false);
+        copy.spoil(&["model.layers.1.mlp.up_proj.weight"]);
+        let (error, path) = run("gone-on", false);
+        let error = error.expect_err("a value that is not finite").to_string();
+        assert!(error.contains("parameter `layers.1.mlp."), "{error}");
+        assert!(error.contains("run the same command with --resume to go on"), "{error}");
+        assert!(!path.exists());
+        let (error, _) = run("gone-on", false);
+        let error = error.expect_err("weights would be lost").to_string();
+        assert!(error.contains("or pass --resume to go on"), "{error}");
+        let read = ["model.layers.0.mlp.up_proj.weight"];
+        copy.spoil(if sequential { &read } else { &[] });
+        let (report, path) = run("gone-on", true);
+        assert_eq!(report.expect("the rest"), expected.expect("all"));
+        assert_same_files(&path, &whole);
     }
 }
 

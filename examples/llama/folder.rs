@@ -5,16 +5,21 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::module::Module;
+use burn::nn::Linear;
 use burn::tensor::Device;
-use burn_fp4::checkpoints::{Dtype, Model, Tensor, Value, Weight, WriteOptions};
+use burn_fp4::checkpoints::{
+    DataType, Dtype, Model, Shards, Start, Tensor, Value, Weight, WriteOptions,
+};
 use burn_fp4::formats::bf16;
 use burn_fp4::{
     Checkpoint, CheckpointMap, Fp4Module, LoadCheckpoint, LoadReport, Mismatch, WriteReport,
 };
+use examples::progress;
 use tokenizers::Tokenizer;
 
 use super::config::LlamaConfig;
 use super::model::{Llama, Projection};
+use super::part::{Part, Stage};
 use super::tokens::byte_tokenizer;
 
 /// A folder with `config.json`, `tokenizer.json` and weights: dense, FP8, or FP4 in any dialect.
@@ -70,9 +75,35 @@ impl Folder {
     /// A weight does not fit the config, or the model has no such weight.
     pub fn load<L: Projection>(&self, device: &Device) -> Result<(Llama<L>, LoadReport)> {
         let mut model = Llama::new(&self.config, device)?;
-        // Pages that were read stay mapped while a checkpoint is open: this one is closed at once.
-        let checkpoint = Checkpoint::open(self.checkpoint.container().root())?;
-        let report = checkpoint.load_into(&mut model, &names().allow_unused())?;
+        let report = self.reopen()?.load_into(&mut model, &names().allow_unused())?;
+        self.refuse_unused(&report)?;
+        Ok((model, report))
+    }
+
+    /// Loads the weights of a part of the model.
+    ///
+    /// # Errors
+    /// A weight does not fit the config.
+    pub fn load_part(&self, part: &mut Part) -> Result<()> {
+        self.reopen()?.load_into(part, &names().allow_unused())?;
+        Ok(())
+    }
+
+    /// Opens the files again. Pages that are read through a checkpoint stay mapped while it is open:
+    /// dropping this one frees them.
+    pub(super) fn reopen(&self) -> Result<Checkpoint> {
+        Ok(Checkpoint::open(self.checkpoint.container().root())?)
+    }
+
+    /// Checks that the folder has the weights of a model and no others. Reads no values.
+    ///
+    /// # Errors
+    /// A weight does not fit the config, or the model has no such weight.
+    pub fn check<L: Projection>(&self, model: &Llama<L>) -> Result<()> {
+        self.refuse_unused(&self.checkpoint.check_load(model, &names().allow_unused())?)
+    }
+
+    fn refuse_unused(&self, report: &LoadReport) -> Result<()> {
         // `inv_freq` follows from the config, and a tied `lm_head` from the embedding.
         let redundant = |unused: &&Mismatch| match unused {
             Mismatch::Unused { tensor, .. } => {
@@ -84,7 +115,7 @@ impl Folder {
         if let Some(unused) = report.unused.iter().find(|unused| !redundant(unused)) {
             bail!("{unused}");
         }
-        Ok((model, report))
+        Ok(())
     }
 
     /// Saves a model that was loaded from this folder in a dialect, and copies the other files.
@@ -115,6 +146,48 @@ pub fn create<M: Module>(model: &M, config: &str, out: &Path) -> Result<WriteRep
     let config = Some(serde_json::from_str(config)?);
     let model = Model { config, ..narrowed(model, dtype.as_deref())? };
     let report = write(model, out, "plain")?;
+    add_tokenizer(out)?;
+    Ok(report)
+}
+
+/// Creates the folder of a new model with random weights, whose tokens are bytes. One stage is in
+/// memory at a time, and a file has about 4 GB.
+///
+/// # Errors
+/// As [`create`].
+pub fn create_random(config: &str, out: &Path, device: &Device) -> Result<(usize, WriteReport)> {
+    let parsed = LlamaConfig::parse(config.as_bytes())?;
+    // The tables of positions are not saved.
+    let mut shapes = parsed.clone();
+    shapes.max_position_embeddings = 1;
+    // Copies of a parameter share the values that the first of them is initialized with: a model
+    // for each stage, of which nothing else is ever initialized.
+    let whole = || Llama::<Linear>::new(&shapes, device);
+    let mut outline = whole()?.outline_fp4(&names())?;
+    narrow_outline(&mut outline, parsed.dtype.as_deref());
+    outline.config = Some(serde_json::from_str(config)?);
+    let options = WriteOptions { shards: Shards::Size(4_000_000_000), ..WriteOptions::default() };
+    let planned = outline.plan("plain", &options)?;
+    let mut output = planned.create(out, "random weights", Start::Over)?;
+    let bar = progress::bar(outline.weights.len());
+    bar.set_message("writes random weights");
+    let mut at = 0;
+    for stage in Stage::all(&parsed) {
+        for weight in narrowed(&whole()?.part(stage, false), parsed.dtype.as_deref())?.weights {
+            output.write(at, &weight)?;
+            at += 1;
+            bar.inc(1);
+        }
+    }
+    output.finish()?;
+    bar.finish_and_clear();
+    add_tokenizer(out)?;
+    let parameters = outline.weights.iter().map(Weight::len).sum();
+    Ok((parameters, planned.report()))
+}
+
+/// Adds the tokenizer of bytes to a folder.
+fn add_tokenizer(out: &Path) -> Result<()> {
     let tokenizer_config = serde_json::json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": false,
@@ -127,7 +200,7 @@ pub fn create<M: Module>(model: &M, config: &str, out: &Path) -> Result<WriteRep
     ] {
         fs::write(out.join(name), serde_json::to_string_pretty(&json)? + "\n")?;
     }
-    Ok(report)
+    Ok(())
 }
 
 /// Returns the map from tensor names of `transformers` to parameter paths: `transformers` puts the
@@ -142,9 +215,21 @@ fn write(model: Model<'_>, out: &Path, dialect: &str) -> Result<WriteReport> {
     Ok(model.write(out, dialect, &WriteOptions::default())?)
 }
 
-/// Collects the weights of a model, dense ones in the dtype of its config.
-fn narrowed<M: Module>(model: &M, dtype: Option<&str>) -> Result<Model<'static>> {
-    let mut saved = model.checkpoint_fp4(&names())?;
+/// Gives dense weights of an outline the dtype that [`narrowed`] gives them.
+pub(super) fn narrow_outline(model: &mut Model<'_>, dtype: Option<&str>) {
+    for weight in &mut model.weights {
+        if let Value::Plain(tensor) = &mut weight.value
+            && tensor.plain() == Some(Dtype::F32)
+            && dtype == Some("bfloat16")
+        {
+            tensor.dtype = DataType::Plain(Dtype::BF16);
+        }
+    }
+}
+
+/// Collects the weights of a model or a part of one, dense ones in the dtype of its config.
+pub(super) fn narrowed<M: Module>(model: &M, dtype: Option<&str>) -> Result<Model<'static>> {
+    let mut saved = model.checkpoint_fp4(&names().allow_unused())?;
     if dtype == Some("bfloat16") {
         saved.weights.iter_mut().try_for_each(narrow)?;
     }

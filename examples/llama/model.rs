@@ -59,18 +59,18 @@ impl Projection for Fp4Linear {
 /// A Llama model with its `lm_head`.
 #[derive(Module, Debug)]
 pub struct Llama<L: Module> {
-    embed_tokens: Fp4Embedding,
-    layers: Vec<DecoderLayer<L>>,
-    norm: RmsNorm,
+    pub(super) embed_tokens: Fp4Embedding,
+    pub(super) layers: Vec<DecoderLayer<L>>,
+    pub(super) norm: RmsNorm,
     /// None if the embedding is tied: it is the `lm_head` too. Also None if it was rounded.
-    lm_head: Option<L>,
+    pub(super) lm_head: Option<L>,
     /// Multiplies in place of the `lm_head`, tied or not.
     int8_head: Option<Int8Matrix>,
-    rotary_emb: RotaryEmbedding,
+    pub(super) rotary_emb: RotaryEmbedding,
 }
 
 #[derive(Module, Debug)]
-struct DecoderLayer<L: Module> {
+pub(super) struct DecoderLayer<L: Module> {
     input_layernorm: RmsNorm,
     self_attn: Attention<L>,
     post_attention_layernorm: RmsNorm,
@@ -139,8 +139,7 @@ impl<L: Projection> Llama<L> {
     /// `first`, which are context.
     pub fn forward_from(&self, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
         let [_, count] = tokens.dims();
-        let positions = Tensor::arange(0..count as i64, &tokens.device());
-        let positions = self.rotary_emb.at(positions, count, self.dtype());
+        let positions = positions(&self.rotary_emb, count, self.dtype(), &tokens.device());
         let mut stream = Stream { hidden: self.embed_tokens.forward(tokens), update: None };
         for layer in &self.layers {
             // One after the other: calibration records such passes, in one order.
@@ -316,15 +315,25 @@ fn both<A: Send, B: Send>(
     (first, second())
 }
 
+/// Returns the positions from 0 on.
+pub(super) fn positions(
+    rotary_emb: &RotaryEmbedding,
+    count: usize,
+    dtype: DType,
+    device: &Device,
+) -> Positions {
+    rotary_emb.at(Tensor::arange(0..count as i64, device), count, dtype)
+}
+
 /// Applies a norm as one operation, where the device has it.
 fn normalize<const D: usize>(norm: &RmsNorm, hidden: Tensor<D>) -> Tensor<D> {
     ops::rms_norm(hidden, norm.gamma.val(), norm.epsilon)
 }
 
 /// The residual stream, and an update that the next norm adds to it.
-struct Stream {
-    hidden: Tensor<3>,
-    update: Option<Tensor<3>>,
+pub(super) struct Stream {
+    pub(super) hidden: Tensor<3>,
+    pub(super) update: Option<Tensor<3>>,
 }
 
 impl Stream {
@@ -335,7 +344,7 @@ impl Stream {
     }
 
     /// Returns the stream with its update, and normalized.
-    fn normalized(self, norm: &RmsNorm) -> (Tensor<3>, Tensor<3>) {
+    pub(super) fn normalized(self, norm: &RmsNorm) -> (Tensor<3>, Tensor<3>) {
         let Self { hidden, update } = self;
         match update {
             Some(update) => {
@@ -349,7 +358,7 @@ impl Stream {
 }
 
 impl<L: Projection> DecoderLayer<L> {
-    fn forward(
+    pub(super) fn forward(
         &self,
         stream: Stream,
         cache: Option<KvCache>,

@@ -4,14 +4,14 @@ use anyhow::{Result, bail};
 use burn::tensor::{Device, Int, Tensor};
 use burn_fp4::ops::{Hadamard, is_host};
 use burn_fp4::{
-    Calibration, CalibrationOptions, CalibrationProgress, Fp4Config, Fp4Format, Fp4Module,
-    Fp4Report, Fp4Scheme, Gptq, Method,
+    Calibration, CalibrationOptions, Fp4Config, Fp4Format, Fp4Module, Fp4Report, Fp4Scheme, Gptq,
+    Method,
 };
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 use super::model::{Llama, Projection};
 use super::tokens::Tokens;
-use examples::progress::{self, ProgressBar};
+use examples::progress;
 use examples::random::Random;
 
 /// Options of quantization.
@@ -90,34 +90,6 @@ impl QuantizeOptions {
         let hadamard = self.hadamard.map(Hadamard::of_size).transpose()?;
         Ok(fp4_config(model, scheme.with_hadamard(hadamard)))
     }
-
-    /// Quantizes a model with a configuration, from [`config`](Self::config) or from a file.
-    /// Calibrates first if any method of the configuration needs it.
-    ///
-    /// # Errors
-    /// The text is shorter than a window, or `quantize_fp4` or calibration fails.
-    pub fn apply<L: Projection>(
-        &self,
-        model: &mut Llama<L>,
-        config: &Fp4Config,
-        tokens: &Tokens,
-        device: &Device,
-    ) -> Result<Fp4Report> {
-        let changed = config.overrides.iter().filter_map(|one| one.change.of(&config.scheme));
-        let mut schemes = changed.chain([config.scheme]);
-        if !schemes.any(|scheme| scheme.method.needs_inputs()) {
-            return Ok(model.quantize_fp4(config)?);
-        }
-        if self.sequential {
-            return self.calibration.quantize_sequential(model, config, tokens, device);
-        }
-        let bar = bar("calibrates");
-        let told = |progress| tell(&bar, progress);
-        let options = options(device).for_config(config).on_progress(told);
-        let calibration = self.calibration.run(model, options, tokens, device)?;
-        bar.finish_and_clear();
-        Ok(model.quantize_fp4(&config.with_calibration(&calibration))?)
-    }
 }
 
 /// Bytes of the activations of all batches in flight on a host, whose memory the model and its
@@ -125,22 +97,9 @@ impl QuantizeOptions {
 const HOST_MEMORY: usize = 512 << 20;
 
 /// Returns the options of a calibration on a device.
-fn options<'a>(device: &Device) -> CalibrationOptions<'a> {
+pub(super) fn options<'a>(device: &Device) -> CalibrationOptions<'a> {
     let options = CalibrationOptions::default();
     if is_host(device) { options.memory(HOST_MEMORY) } else { options }
-}
-
-/// Makes a bar for a number of layer inputs that is not known yet.
-fn bar(message: &'static str) -> ProgressBar {
-    let bar = progress::bar(0);
-    bar.set_message(message);
-    bar
-}
-
-/// Moves a bar to where a calibration is.
-fn tell(bar: &ProgressBar, progress: CalibrationProgress) {
-    bar.set_length(progress.total as u64);
-    bar.set_position(progress.done as u64);
 }
 
 impl CalibrationWindows {
@@ -171,15 +130,19 @@ impl CalibrationWindows {
         tokens: &Tokens,
         device: &Device,
     ) -> Result<Fp4Report> {
-        let (bar, batches) = (bar("quantizes layer by layer"), self.batches(tokens, device)?);
-        let options = options(device).on_progress(|progress| tell(&bar, progress));
+        let (bar, batches) = (progress::bar(0), self.batches(tokens, device)?);
+        bar.set_message("quantizes layer by layer");
+        let options = options(device).on_progress(|progress| {
+            bar.set_length(progress.total as u64);
+            bar.set_position(progress.done as u64);
+        });
         let report = model.quantize_fp4_sequential(config, options, batches, Llama::forward)?;
         bar.finish_and_clear();
         Ok(report)
     }
 
     /// Draws the windows, in batches.
-    fn batches(self, tokens: &Tokens, device: &Device) -> Result<Vec<Tensor<2, Int>>> {
+    pub(super) fn batches(self, tokens: &Tokens, device: &Device) -> Result<Vec<Tensor<2, Int>>> {
         const BATCH: usize = 8;
         let mut random = Random::new(self.seed);
         let starts = (0..self.windows).step_by(BATCH);

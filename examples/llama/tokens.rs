@@ -8,7 +8,7 @@ use tokenizers::Tokenizer;
 use examples::random::Random;
 
 /// Tokens of a text: a training part, and a held-out part at the end to measure on.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Hash)]
 pub struct Tokens {
     all: Vec<u32>,
     training: usize,

@@ -37,11 +37,11 @@ pub mod guide;
 pub mod prelude;
 
 pub use burn_fp4_modules::{
-    ActivationRange, Budget, BudgetChoice, Calibrate, Calibration, CalibrationOptions,
+    ActivationRange, Budget, BudgetChoice, Calibrate, Calibrated, Calibration, CalibrationOptions,
     CalibrationProgress, Candidate, CandidateSensitivity, Change, Checkpoint, CheckpointError,
     CheckpointMap, Container, DenseWeight, FakeQuantWeight, FakeQuantize, FakeQuantizeConfig,
     Fallback, FileChoices, FileLayout, Fp4Config, Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module,
-    Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, KeepReason, LoadCheckpoint,
+    Fp4Parts, Fp4Report, Fp4TrainLinear, GroupSensitivity, Indivisible, KeepReason, LoadCheckpoint,
     LoadReport, Loaded, LoadedFrom, LoadedParameter, Method, Mismatch, Outcome, Override,
     PackedWeight, ParameterReport, Recipe, RecipeError, RecipeFormat, RecipeWeights, Replay,
     ReplayError, ReplayParts, ReplayTensors, Sensitivity, SquaredError, Unused, WriteReport,

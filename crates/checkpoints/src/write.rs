@@ -63,12 +63,6 @@ impl<'a> Model<'a> {
     ) -> Result<WriteReport, CheckpointError> {
         let path = path.as_ref();
         let planned = self.plan(dialect, options)?;
-        // A plan without texts is a GGUF file, which is opened by the end of its name.
-        let ends = |end: &std::ffi::OsStr| end.eq_ignore_ascii_case("gguf");
-        if planned.plan.texts.is_none() && !path.extension().is_some_and(ends) {
-            let expected = "a path that ends in .gguf, as the dialect `gguf` is a file; rename it";
-            return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
-        }
         let mut output = planned.create(path, "", Start::Over)?;
         for (at, weight) in self.weights.iter().enumerate() {
             output.write(at, weight)?;

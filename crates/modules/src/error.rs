@@ -175,6 +175,16 @@ pub enum Fp4Error {
         /// Path of the parameter.
         path: String,
     },
+    /// A part of a module does not fit the decisions about the whole.
+    #[error(
+        "parameter `{path}`: the module that was decided about {found}; pass parts of it alone"
+    )]
+    Part {
+        /// Path of the parameter.
+        path: String,
+        /// What the whole module has there instead.
+        found: String,
+    },
     /// Parameters cannot share a tensor scale.
     #[error("parameter `{path}` shares its tensor scale, but {reason}")]
     SharedScale {

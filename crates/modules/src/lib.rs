@@ -68,6 +68,7 @@ pub use burn_fp4_policy as policy;
 pub use burn_fp4_policy::{Recipe, RecipeError, RecipeFormat, RecipeWeights};
 pub use calibration::calibrate::Calibrate;
 pub use calibration::options::{CalibrationOptions, CalibrationProgress};
+pub use calibration::parts::{Calibrated, Fp4Parts};
 pub use checkpoint::load::LoadCheckpoint;
 pub use checkpoint::map::{CheckpointMap, FileLayout};
 pub use checkpoint::mismatch::Mismatch;
@@ -543,6 +544,31 @@ pub trait Fp4Module: Module {
     /// for the map.
     fn checkpoint_fp4(&self, map: &CheckpointMap) -> Result<checkpoints::Model<'static>, Fp4Error> {
         checkpoint::save::model(self, map)
+    }
+
+    /// Returns the dense module as [`checkpoint_fp4`](Self::checkpoint_fp4) does, without values and
+    /// with its float parameters alone. Initializes no parameter: for [`Model::plan`] of a module
+    /// that does not fit into memory.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{CheckpointMap, Fp4Module};
+    ///
+    /// let layer = LinearConfig::new(64, 32).init(&Device::flex());
+    /// let outline = layer.outline_fp4(&CheckpointMap::new())?;
+    /// assert_eq!(outline.weights[0].shape(), [32, 64]); // as in files
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Fp4Error::Rename`], [`Fp4Error::Group`] and [`Fp4Error::Experts`] for the map;
+    /// [`Fp4Error::Mismatch`] for names that are not loaded back.
+    ///
+    /// [`Model::plan`]: checkpoints::Model::plan
+    fn outline_fp4(&self, map: &CheckpointMap) -> Result<checkpoints::Model<'static>, Fp4Error> {
+        let parameters = pack::packed_parameter::settled_parameters(self);
+        Ok(checkpoint::save::outline(&parameters, map)?.model)
     }
 
     /// Moves a module. Other than [`to_device`](Module::to_device) it allocates no zeros in the

@@ -1,17 +1,17 @@
 //! `llama quantize`: quantizes a folder to FP4.
 
 use std::path::PathBuf;
-use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use burn::nn::Linear;
-use burn_fp4::{Fp4Config, Fp4Report, WriteReport};
-use llama::{Folder, Llama, QuantizeOptions, names};
+use burn_fp4::{Fp4Config, Fp4Report};
+use llama::{Folder, Llama, QuantizeFolder, QuantizeOptions, QuantizedFolder, names};
 use serde::Serialize;
 
 use super::{DeviceOptions, TextOptions, print, saved_lines};
 
-/// Quantize a model; calibrate it on a text if the method needs it.
+/// Quantize a model of any size; calibrate it on a text if the method needs it. One decoder layer
+/// is in memory at a time.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Hugging Face folder, dense or FP8.
@@ -33,6 +33,9 @@ pub(crate) struct Arguments {
     text: TextOptions,
     #[command(flatten)]
     device: DeviceOptions,
+    /// Go on where an interrupted run of the same command stopped.
+    #[arg(long)]
+    resume: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -91,32 +94,31 @@ fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Con
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device()?;
-    let mut start = Instant::now();
-    let mut lap = || -> Result<f64> {
-        device.sync()?;
-        let seconds = start.elapsed().as_secs_f64();
-        start = Instant::now();
-        Ok(seconds)
-    };
     let folder = Folder::open(&arguments.folder)?;
-    let (mut model, _) = folder.load::<Linear>(&device)?;
-    let load_seconds = lap()?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    let (config, dialect) = configuration(arguments, &model)?;
-    let quantized = arguments.options.apply(&mut model, &config, &tokens, &device)?;
-    let quantize_seconds = lap()?;
-    let WriteReport { files, bytes, .. } = folder.save(&model, &arguments.out, &dialect)?;
+    let (config, dialect) = configuration(arguments, &Llama::new(&folder.config, &device)?)?;
+    let job = QuantizeFolder {
+        folder: &folder,
+        config: &config,
+        options: &arguments.options,
+        tokens: &tokens,
+        dialect: &dialect,
+        device: &device,
+        resume: arguments.resume,
+    };
+    let QuantizedFolder { report: quantized, files, bytes, seconds } = job.run(&arguments.out)?;
     let report = Report {
         quantized,
         files,
         bytes,
-        load_seconds,
-        quantize_seconds,
-        save_seconds: lap()?,
+        load_seconds: seconds.load,
+        quantize_seconds: seconds.quantize,
+        save_seconds: seconds.save,
         peak_memory_mb: crate::peak_memory_mb(),
     };
     print(&report, arguments.json, || {
-        let Report { quantized, save_seconds, peak_memory_mb, .. } = &report;
+        let Report { quantized, load_seconds, quantize_seconds, .. } = &report;
+        let Report { save_seconds, peak_memory_mb, .. } = &report;
         let saved = saved_lines(&arguments.out, files, bytes);
         format!(
             "{quantized}\n\

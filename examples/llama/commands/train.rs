@@ -8,7 +8,9 @@ use burn::nn::Linear;
 use burn_fp4::WriteReport;
 use examples::progress;
 use examples::training::Schedule;
-use llama::{Batches, Llama, LlamaConfig, Windows, byte_tokenizer, create, perplexity};
+use llama::{
+    Batches, Llama, LlamaConfig, Windows, byte_tokenizer, create, create_random, perplexity,
+};
 use serde::Serialize;
 
 use super::{DeviceOptions, TextOptions, print, saved_lines};
@@ -21,7 +23,7 @@ pub(crate) struct Arguments {
     /// `config.json` with a vocabulary of at least 256; defaults to a Llama of 0.8 M parameters.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Batches to train on; 0 saves the random weights.
+    /// Batches to train on; 0 saves the random weights of a model of any size.
     #[arg(long, default_value_t = 800)]
     steps: usize,
     /// Peak learning rate.
@@ -61,10 +63,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let (steps, learning_rate) = (arguments.steps, arguments.learning_rate);
     let device = arguments.device.device()?;
     device.seed(arguments.batches.seed);
-    let built = LlamaConfig::parse(config.as_bytes())?;
-    let mut model = Llama::<Linear>::new(&built, &device)?;
     let (mut training, mut held_out_nats) = (Vec::new(), None);
-    if steps > 0 {
+    let (parameters, written) = if steps == 0 {
+        create_random(&config, &arguments.out, &device)?
+    } else {
+        let built = LlamaConfig::parse(config.as_bytes())?;
+        let mut model = Llama::<Linear>::new(&built, &device)?;
         let tokenizer = serde_json::to_vec(&byte_tokenizer())?;
         let tokenizer = tokenizers::Tokenizer::from_bytes(tokenizer);
         let tokens = arguments.text.tokens(&tokenizer.map_err(|error| anyhow!(error))?)?;
@@ -83,9 +87,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         bar.finish_and_clear();
         let windows = Windows { window: 256, stride: 128, batch: 8 };
         held_out_nats = Some(perplexity(&model, tokens.held_out(), windows, &device)?.nats);
-    }
-    let parameters = model.num_params();
-    let WriteReport { files, bytes, .. } = create(&model, &config, &arguments.out)?;
+        (model.num_params(), create(&model, &config, &arguments.out)?)
+    };
+    let WriteReport { files, bytes, .. } = written;
     let mean = training.iter().sum::<f64>() / training.len() as f64;
     let training_nats = (steps > 0).then_some(mean);
     let report = Report { parameters, bytes, training_nats, held_out_nats };

@@ -9,6 +9,7 @@
 use std::borrow::Cow;
 use std::collections::btree_map::Entry;
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Write as _};
@@ -103,7 +104,7 @@ impl Planned<'_> {
     /// the word "with".
     ///
     /// # Errors
-    /// Something is at `path`; another process writes there, or what is there was left by none;
+    /// Something is at `path`, or of GGUF it does not end in `.gguf`; another process writes there, or what is there was left by none;
     /// an earlier write has left weights that `start` does not give up; what is gone on with was
     /// another task; there is too little space; and what the file system refuses.
     pub fn create(
@@ -113,6 +114,12 @@ impl Planned<'_> {
         start: Start,
     ) -> Result<Output<'_>, CheckpointError> {
         refuse_existing(path)?;
+        // A plan without texts is a GGUF file, which is opened by the end of its name.
+        let ends = |end: &OsStr| end.eq_ignore_ascii_case("gguf");
+        if self.plan.texts.is_none() && !path.extension().is_some_and(ends) {
+            let expected = "a path that ends in .gguf, as the dialect `gguf` is a file; rename it";
+            return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
+        }
         let (Some(name), Some(parent)) = (path.file_name(), path.parent()) else {
             let expected = "a path that ends in a name; add one";
             return Err(CheckpointError::NotACheckpoint { path: path.to_owned(), expected });
@@ -185,7 +192,7 @@ impl Planned<'_> {
         folder.join(if name.is_empty() { "file" } else { name })
     }
 
-    /// Makes the files, as long as they will be, with their headers.
+    /// Makes the files, as long as they will be, with their headers, and the configs.
     fn lay_out(&self, partial: &Path) -> Result<(), CheckpointError> {
         let folder = &partial.join(FILES);
         match fs::remove_dir_all(folder) {
@@ -202,6 +209,9 @@ impl Planned<'_> {
             // The padding at the end, and holes of alignment, are zeros.
             file.set_len(planned.length).map_err(io())?;
             file.sync_all().map_err(io())?;
+        }
+        for (name, text) in self.plan.texts.iter().flatten() {
+            write_synced(&folder.join(name), text.as_bytes())?;
         }
         sync_folder(folder)
     }
@@ -287,6 +297,27 @@ impl Output<'_> {
         self.restarts
     }
 
+    /// Returns the folder in which the files grow, with the configs. The weights that are done can
+    /// be read from it; the bytes of others are zeros. None: a GGUF file is not readable before it
+    /// is finished.
+    #[must_use]
+    pub fn files(&self) -> Option<PathBuf> {
+        self.planned.plan.texts.as_ref().map(|_| self.partial.join(FILES))
+    }
+
+    /// Waits until what is written is on the disk, and notes the weights that are done: a run that
+    /// resumes this one does not make them again. Without this it happens from time to time.
+    ///
+    /// # Errors
+    /// Refusals of the file system.
+    pub fn flush(&mut self) -> Result<(), CheckpointError> {
+        if let Some(batch) = self.flusher.take(std::mem::take(&mut self.batch), true)? {
+            self.batch = batch;
+        }
+        self.flushed = Instant::now();
+        self.flusher.end()
+    }
+
     /// Keeps what is written if it is not finished, so that another run can go on with it, and
     /// says where it is.
     pub fn keep(&mut self) -> &Path {
@@ -324,6 +355,8 @@ impl Output<'_> {
     /// let planned = model.plan("plain", &WriteOptions::default())?;
     /// let mut output = planned.create(&path, "an example", Start::First)?;
     /// output.write_noting(0, &model.weights[0], "0.5 %")?;
+    /// output.flush()?;
+    /// assert!(output.files().is_some_and(|folder| folder.is_dir()));
     /// output.keep();
     /// assert!(output.stays().is_some());
     /// drop(output);

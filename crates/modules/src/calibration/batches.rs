@@ -35,14 +35,14 @@ pub(crate) struct RecordedBatches<'a, M> {
 }
 
 impl<'a, M: Module> RecordedBatches<'a, M> {
-    /// Records the batches. If only the inputs of some weights are wanted, by path and axis, the
-    /// others are left out.
+    /// Records the batches; `forward` says which of its outputs are kept. If only the inputs of some
+    /// weights are wanted, by path and axis, the others are left out.
     pub(crate) fn new<I: Module, O>(
         model: &'a M,
         batches: impl IntoIterator<Item = I>,
         devices: &[Device],
         wanted: Option<BTreeSet<(String, usize)>>,
-        forward: &mut impl FnMut(&M, I) -> O,
+        forward: &mut impl FnMut(&M, I) -> (O, Vec<TensorId>),
     ) -> Result<Self, Fp4Error> {
         let walk = Walk::over_values(model);
         for parameter in &walk.parameters {
@@ -81,7 +81,11 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
     }
 
     /// Batches whose activations fit into some memory of every device, at least one on each.
+    /// Batches that no input is gathered of run one after the other.
     pub(crate) fn in_flight(&self, memory: usize) -> usize {
+        if self.inputs().is_empty() {
+            return self.replicas.len();
+        }
         let (mut peak, mut waiting) = (0, 0);
         for recording in &self.recordings {
             let of_one = recording.memory(&self.values);

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use burn::module::Module;
+use burn::tensor::Tensor;
 
 use crate::error::Fp4Error;
 use crate::statistics::Calibration;
@@ -82,18 +83,31 @@ impl<'a, M: Module> Calibrate<'a, M> {
         let Self { model, options } = self;
         let wanted = options.config.as_ref().map(|config| planned_axes(model, config));
         let wanted = wanted.transpose()?;
+        let mut forward = |model: &M, batch| (forward(model, batch), Vec::new());
         let batches = RecordedBatches::new(model, batches, &options.devices, wanted, &mut forward)?;
-        let in_flight = batches.in_flight(options.memory);
-        let mut calibration = Calibration::new();
-        calibration.set_unreached(batches.unreached());
-        calibration.set_devices(batches.devices());
-        let way = Way { in_flight, pace: Pace::Ahead, name: "dense", first: &[] };
-        run(&batches, options, &way, |input, grams| {
-            for (part, gram) in grams.into_iter().enumerate() {
-                calibration.merge(input.uses(part), gram)?;
-            }
-            Ok(Vec::new())
-        })?;
-        Ok(calibration)
+        Ok(gather(&batches, options)?.0)
     }
+}
+
+/// Sums up the inputs of the layers of an unchanged module over recorded batches. Returns the
+/// outputs of each batch that are kept, too, as matrices.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn gather<M: Module>(
+    batches: &RecordedBatches<'_, M>,
+    options: CalibrationOptions<'_>,
+) -> Result<(Calibration, Vec<Vec<Tensor<2>>>), Fp4Error> {
+    let in_flight = batches.in_flight(options.memory);
+    let mut calibration = Calibration::new();
+    calibration.set_unreached(batches.unreached());
+    calibration.set_devices(batches.devices());
+    let way = Way { in_flight, pace: Pace::Ahead, name: "dense", first: &[] };
+    let outputs = run(batches, options, &way, |input, grams| {
+        for (part, gram) in grams.into_iter().enumerate() {
+            calibration.merge(input.uses(part), gram)?;
+        }
+        Ok(Vec::new())
+    })?;
+    Ok((calibration, outputs))
 }

@@ -75,6 +75,16 @@ impl<'a> Execution<'a> {
         self.advance(until.unwrap_or(0));
     }
 
+    /// Runs all that is left, and gives the outputs that are kept as matrices `[rows, channels]`.
+    pub(crate) fn finish(mut self) -> Vec<Tensor<2>> {
+        if self.recording.outputs.is_empty() {
+            return Vec::new();
+        }
+        self.advance(self.recording.operations.len());
+        let outputs = self.recording.outputs.iter();
+        outputs.map(|output| self.interpreter.matrix(output)).collect()
+    }
+
     /// Replaces the value of a weight, also where an operation has transposed or reshaped it
     /// already.
     pub(crate) fn replace(&mut self, path: &str, weight: &dyn AnyWeight) -> Result<(), Fp4Error> {

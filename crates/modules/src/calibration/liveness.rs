@@ -16,10 +16,11 @@ pub(super) fn last_reads(operations: &[OperationIr]) -> BTreeMap<TensorId, (usiz
 }
 
 /// By operation the bytes of the tensors that live before and during it, of which some are there
-/// from the beginning.
+/// from the beginning, and the `kept` ones stay to the end.
 pub(super) fn living(
     operations: &[OperationIr],
     given: BTreeMap<TensorId, usize>,
+    kept: &BTreeSet<TensorId>,
 ) -> Vec<[usize; 2]> {
     let owners = owners(operations);
     let owner = |id| owners.get(&id).copied().unwrap_or(id);
@@ -27,11 +28,11 @@ pub(super) fn living(
     let mut freed: BTreeMap<TensorId, usize> = BTreeMap::new();
     for (id, (at, _)) in last_reads(operations) {
         let end = freed.entry(owner(id)).or_default();
-        *end = (*end).max(at);
+        *end = (*end).max(if kept.contains(&id) { operations.len() } else { at });
     }
     let mut sizes = given;
     let mut living: usize = sizes.values().sum();
-    let mut ending = vec![Vec::new(); operations.len()];
+    let mut ending = vec![Vec::new(); operations.len() + 1];
     for (id, at) in freed {
         ending[at].push(id);
     }

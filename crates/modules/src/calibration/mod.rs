@@ -4,6 +4,7 @@
 //! |-------------------|----------------------------------------------------------------------|
 //! | `calibrate.rs`    | [`Calibrate`](crate::Calibrate): statistics of an unmodified module  |
 //! | `sequential.rs`   | weights quantized layer by layer, by the inputs that these leave     |
+//! | `parts.rs`        | [`Fp4Parts`](crate::Fp4Parts): modules that do not fit into memory   |
 //! | `options.rs`      | [`CalibrationOptions`](crate::CalibrationOptions)                    |
 //! | `recorder.rs`     | records forward passes                                               |
 //! | `recording.rs`    | one forward pass as a list of operations                             |
@@ -22,6 +23,7 @@ pub(crate) mod execution;
 pub(crate) mod layer_inputs;
 pub(crate) mod liveness;
 pub(crate) mod options;
+pub(crate) mod parts;
 pub(crate) mod pipeline;
 pub(crate) mod recorder;
 pub(crate) mod recording;

@@ -8,6 +8,7 @@
 //!                   until there; a thread of the host puts the Gram matrices together
 //!         finish    with them: store them, pass them to `seen`, report the progress
 //!         replace   the weights that `seen` returns
+//!     finish    the passes, if outputs of them are kept
 //! ```
 //!
 //! [In turn](Pace::InTurn) an input is finished before the next is gathered. [Ahead](Pace::Ahead)
@@ -18,6 +19,7 @@ use std::panic::resume_unwind;
 use std::thread::{self, Scope, ScopedJoinHandle};
 
 use burn::module::Module;
+use burn::tensor::Tensor;
 use burn_fp4_ops::{FetchedGram, Gram, OpsError};
 
 use crate::error::Fp4Error;
@@ -52,6 +54,7 @@ pub(crate) struct Way<'a> {
 
 /// Runs the batches. `seen` takes the statistics of each input of layers, one Gram matrix for every
 /// part of it, and returns new values of weights: none if devices go [ahead](Pace::Ahead) of it.
+/// Returns the outputs of each batch that are kept, as matrices.
 ///
 /// # Errors
 /// Errors of `seen`; [`Fp4Error::Parameter`] naming a weight whose inputs are not finite;
@@ -61,9 +64,9 @@ pub(crate) fn run<M: Module>(
     options: CalibrationOptions<'_>,
     way: &Way<'_>,
     seen: impl FnMut(&LayerInput, Vec<Gram>) -> Result<Vec<Replacement>, Fp4Error>,
-) -> Result<(), Fp4Error> {
-    if batches.inputs().is_empty() {
-        return Ok(());
+) -> Result<Vec<Vec<Tensor<2>>>, Fp4Error> {
+    if batches.inputs().is_empty() && batches.recordings()[0].outputs.is_empty() {
+        return Ok(Vec::new());
     }
     let in_flight = way.in_flight.min(batches.recordings().len());
     let blocks = options.blocks();
@@ -102,8 +105,9 @@ impl<M: Module, S> Pipeline<'_, M, S>
 where
     S: FnMut(&LayerInput, Vec<Gram>) -> Result<Vec<Replacement>, Fp4Error>,
 {
-    fn run(mut self, pace: Pace, first: &[Replacement]) -> Result<(), Fp4Error> {
+    fn run(mut self, pace: Pace, first: &[Replacement]) -> Result<Vec<Vec<Tensor<2>>>, Fp4Error> {
         let batches = self.batches;
+        let mut outputs = Vec::new();
         let mut constants = batches.constants()?;
         thread::scope(|scope| {
             let mut waiting = None;
@@ -123,12 +127,14 @@ where
                         batches.replace(&mut passes, input, &replaced)?;
                     }
                 }
+                outputs.extend(passes.into_iter().map(Execution::finish));
             }
             match waiting {
                 Some(last) => self.finish(last).map(drop),
                 None => Ok(()),
             }
-        })
+        })?;
+        Ok(outputs)
     }
 
     /// Starts to gather the statistics of an input of layers.
@@ -211,7 +217,7 @@ mod tests {
         batches: &[Tensor<2>],
         options: CalibrationOptions<'_>,
     ) -> Vec<Gram> {
-        let pass = &mut |layers: &Vec<Linear>, x| forward(layers, x);
+        let pass = &mut |layers: &Vec<Linear>, x| (forward(layers, x), Vec::new());
         let recorded = RecordedBatches::new(layers, batches.to_vec(), &[], None, pass).unwrap();
         let mut found = Vec::new();
         let seen = |input: &LayerInput, mut grams: Vec<Gram>| {
@@ -254,7 +260,7 @@ mod tests {
         let plain = layers(&device);
         let directory = std::env::temp_dir().join(format!("burn-fp4-apart-{}", std::process::id()));
         let open = |layers: &Vec<Linear>, x: Tensor<2>| {
-            let pass = &mut |layers: &Vec<Linear>, x| forward(layers, x);
+            let pass = &mut |layers: &Vec<Linear>, x| (forward(layers, x), Vec::new());
             let recorded = RecordedBatches::new(layers, [x], &[], None, pass).unwrap();
             recorded.open(&directory, &()).unwrap();
         };
@@ -281,7 +287,7 @@ mod tests {
         let layers = layers(&device);
         let x = Tensor::<2>::random([5, 8], Distribution::Default, &device);
         let wanted = BTreeSet::from([("1.weight".to_owned(), 0)]);
-        let pass = &mut |layers: &Vec<Linear>, x| forward(layers, x);
+        let pass = &mut |layers: &Vec<Linear>, x| (forward(layers, x), Vec::new());
         let recorded = RecordedBatches::new(&layers, [x], &[], Some(wanted), pass).unwrap();
         assert!(recorded.unreached().is_empty());
         let gathered = Cell::new(0);

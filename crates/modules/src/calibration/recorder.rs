@@ -8,6 +8,7 @@ use burn::backend::Capture;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::panic_message;
+use burn_ir::TensorId;
 
 use crate::error::Fp4Error;
 use crate::walk::parameters::{MapParameters, map_parameters};
@@ -44,6 +45,7 @@ impl Recorder {
     }
 
     /// Records a forward pass over a batch. Nothing is computed, and no float parameter is read.
+    /// `forward` says which of its outputs are kept.
     ///
     /// # Errors
     /// [`Fp4Error::Recording`] if the pass reads values, or panics for another reason.
@@ -51,15 +53,18 @@ impl Recorder {
         &mut self,
         model: &M,
         batch: I,
-        forward: &mut impl FnMut(&M, I) -> O,
+        forward: &mut impl FnMut(&M, I) -> (O, Vec<TensorId>),
     ) -> Result<Recording, Fp4Error> {
         let capture = &self.device;
+        let mut kept = Vec::new();
         let mut stand_ins = StandIns { device: capture.clone(), found: BTreeMap::new() };
         let recorded = catch_unwind(AssertUnwindSafe(|| {
             capture.capture_scope(|scope| {
                 // Clones share running statistics, so that these would be moved for all of them.
                 let model = map_parameters(model.valid(), &mut stand_ins).to_device(capture);
-                drop(forward(&model, batch.to_device(capture)));
+                let outputs;
+                (outputs, kept) = forward(&model, batch.to_device(capture));
+                drop(outputs);
                 scope.complete([], [])
             })
         }));
@@ -72,7 +77,10 @@ impl Recorder {
             Fp4Error::Recording { problem }
         };
         match recorded {
-            Ok(Ok(graph)) => Ok(Recording::new(graph, stand_ins.found, &mut self.values)),
+            Ok(Ok(graph)) => {
+                let recording = Recording::new(graph, stand_ins.found, &kept, &mut self.values);
+                recording.ok_or_else(|| failed("it gives an output that it does not compute"))
+            }
             Ok(Err(error)) => {
                 self.failed = true;
                 Err(failed(&error.to_string()))
@@ -130,6 +138,7 @@ mod tests {
         mut forward: impl FnMut(&M, I) -> O,
     ) -> (Vec<Recording>, Values) {
         let mut recorder = Recorder::new().unwrap();
+        let mut forward = |model: &M, batch| (forward(model, batch), Vec::new());
         let record = |batch| recorder.record(model, batch, &mut forward).unwrap();
         let recordings = batches.into_iter().map(record).collect();
         (recordings, recorder.into_values())

@@ -20,6 +20,8 @@ pub(crate) struct Recording {
     pub(crate) parameters: BTreeMap<String, RecordedParameter>,
     /// In the order of operations.
     pub(crate) inputs: Vec<LayerInput>,
+    /// The outputs that are kept, in the order in which the forward pass gives them.
+    pub(crate) outputs: Vec<TensorIr>,
     /// By operation: the tensors that nothing reads after it.
     pub(crate) forgotten: Vec<Vec<TensorIr>>,
 }
@@ -36,27 +38,33 @@ pub(crate) struct Memory {
 
 impl Recording {
     /// Makes a recording of a captured forward pass, with the stand-ins of its parameters by path.
+    /// Returns nothing if one of the outputs to be kept is not computed by the pass.
     pub(super) fn new(
         graph: CapturedGraph,
         mut parameters: BTreeMap<String, RecordedParameter>,
+        kept: &[TensorId],
         values: &mut Values,
-    ) -> Self {
+    ) -> Option<Self> {
         let CapturedGraph { graph, values: found } = graph;
         let stand_ins: BTreeSet<_> = parameters.values().map(|recorded| recorded.id).collect();
         let mut operations = graph.operations;
         operations
             .retain(|operation| !operation.outputs().any(|output| stand_ins.contains(&output.id)));
         let inputs = layer_inputs(&operations, &mut parameters);
+        let computed: BTreeMap<TensorId, &TensorIr> =
+            operations.iter().flat_map(OperationIr::outputs).map(|out| (out.id, out)).collect();
+        let outputs = kept.iter().map(|id| computed.get(id).map(|&out| out.clone()));
+        let outputs = outputs.collect::<Option<Vec<_>>>()?;
         let last = last_reads(&operations);
         let found = found.into_iter().filter(|(id, _)| last.contains_key(id));
         let values = found.map(|(id, data)| (id, values.add(data))).collect();
         let mut forgotten = vec![Vec::new(); operations.len()];
         for (id, (at, tensor)) in last {
-            if !stand_ins.contains(&id) {
+            if !stand_ins.contains(&id) && !kept.contains(&id) {
                 forgotten[at].push(tensor);
             }
         }
-        Self { operations, values, parameters, inputs, forgotten }
+        Some(Self { operations, values, parameters, inputs, outputs, forgotten })
     }
 
     /// Leaves out the inputs of all weights but these, named by path and contracted axis.
@@ -83,7 +91,8 @@ impl Recording {
             let bytes = if value.is_shared() { 0 } else { value.data.as_bytes().len() };
             (*id, bytes)
         });
-        let bytes = living(&self.operations, own.collect());
+        let kept = self.outputs.iter().map(|output| output.id).collect();
+        let bytes = living(&self.operations, own.collect(), &kept);
         let largest = |bytes: &mut dyn Iterator<Item = usize>| bytes.max().unwrap_or(0);
         let end = self.inputs.last().map_or(0, |input| input.at);
         let waiting = largest(&mut self.inputs.iter().map(|input| bytes[input.at][0]));

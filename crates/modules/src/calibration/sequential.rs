@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn::tensor::Device;
+use burn::tensor::{Device, Tensor};
 use burn_fp4_ops::Gram;
+use burn_ir::TensorId;
 
 use crate::config::Fp4Config;
 use crate::error::Fp4Error;
@@ -15,7 +16,7 @@ use crate::pack::weight::{HessianFactorCache, Quantized};
 use crate::report::Fp4Report;
 use crate::statistics::Inputs;
 use crate::transfer::caught;
-use crate::walk::select::select;
+use crate::walk::select::{ModulePlan, select};
 
 use super::batches::{RecordedBatches, Replacement};
 use super::layer_inputs::{LayerInput, WeightUse};
@@ -32,16 +33,33 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
 ) -> Result<Fp4Report, Fp4Error> {
     let mut selection = select(module, config)?;
     selection.check_calibration_used(config)?;
-    let mut jobs = Jobs::new(&selection);
-    jobs.measure(module, true)?;
     if !selection.needs_inputs() {
+        let mut jobs = Jobs::new(&selection);
+        jobs.measure(module, true)?;
         return attach(module, &selection, jobs);
     }
+    let mut forward = |module: &M, batch| (forward(module, batch), Vec::new());
+    Ok(layer_by_layer(module, &selection, config, options, batches, &mut forward)?.0)
+}
+
+/// Quantizes selected weights layer by layer. Returns the outputs of each batch that are kept, too,
+/// as matrices: those of the quantized module.
+///
+/// # Errors
+/// As [`Fp4Module::quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential).
+pub(crate) fn layer_by_layer<M: Module, I: Module, O>(
+    module: &mut M,
+    selection: &ModulePlan,
+    config: &Fp4Config,
+    options: CalibrationOptions<'_>,
+    batches: impl IntoIterator<Item = I>,
+    forward: &mut impl FnMut(&M, I) -> (O, Vec<TensorId>),
+) -> Result<(Fp4Report, Vec<Vec<Tensor<2>>>), Fp4Error> {
+    let mut jobs = Jobs::new(selection);
+    jobs.measure(module, true)?;
     let options = options.for_config(config);
-    let asking = selection.plans().filter(|(_, _, plan)| plan.scheme.method.needs_inputs());
-    let wanted = asking.map(|(_, parameter, plan)| (parameter.path.clone(), plan.layout.axis));
-    let wanted = Some(wanted.collect());
-    let batches = RecordedBatches::new(module, batches, &options.devices, wanted, &mut forward)?;
+    let wanted = Some(selection.axes_of_inputs());
+    let batches = RecordedBatches::new(module, batches, &options.devices, wanted, forward)?;
     jobs.take_dense(module, |_| true);
     let mut layers = LayerByLayer::new(jobs, batches.inputs());
     selection.check_calibrated(|number, _| {
@@ -52,10 +70,11 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
     let name = serde_json::to_string(config).expect("plain data");
     let way = Way { in_flight: usize::MAX, pace: Pace::InTurn, name: &name, first: &first };
     let devices = batches.devices();
-    run(&batches, options, &way, |input, grams| layers.take(input, grams, &devices))?;
+    let seen = |input: &LayerInput, grams| layers.take(input, grams, &devices);
+    let outputs = run(&batches, options, &way, seen)?;
     let jobs = layers.into_jobs();
     drop((batches, first));
-    attach(module, &selection, jobs)
+    Ok((attach(module, selection, jobs)?, outputs))
 }
 
 /// Weights that are quantized one after the other, as soon as all their inputs are known.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::{Module, Param};
 use burn::tensor::{Bool, Bytes, DType, Device, Int, Tensor, TensorData};
-use burn_fp4_checkpoints::{Checkpoint, CheckpointError, Dtype, Value, Weight};
+use burn_fp4_checkpoints::{Checkpoint, CheckpointError, Dtype, Model, Value, Weight};
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 use burn_fp4_ops::{Hadamard, OpsError};
 
@@ -69,6 +69,17 @@ pub trait LoadCheckpoint {
         module: &mut M,
         map: &CheckpointMap,
     ) -> Result<LoadReport, Fp4Error>;
+
+    /// Checks that the checkpoint can be loaded into a module. Reads no values, and initializes no
+    /// parameter. Returns the report that [`load_into`](Self::load_into) would.
+    ///
+    /// # Errors
+    /// As [`load_into`](Self::load_into), except for errors of the values and the device.
+    fn check_load<M: Module>(
+        &self,
+        module: &M,
+        map: &CheckpointMap,
+    ) -> Result<LoadReport, Fp4Error>;
 }
 
 impl LoadCheckpoint for Checkpoint {
@@ -77,21 +88,59 @@ impl LoadCheckpoint for Checkpoint {
         module: &mut M,
         map: &CheckpointMap,
     ) -> Result<LoadReport, Fp4Error> {
+        load(&self.weights()?, &self.container().file_names(), module, map)
+    }
+
+    fn check_load<M: Module>(
+        &self,
+        module: &M,
+        map: &CheckpointMap,
+    ) -> Result<LoadReport, Fp4Error> {
         let weights = self.weights()?;
         let plan = LoadPlan::new(module, &weights, map)?;
-        let mut packing = Packing::new(&plan, &weights);
-        let mut loaded = module.clone();
-        if !packing.parameters.is_empty() {
-            pack_provided(&mut loaded, |dense| packing.give(dense))?;
-        }
-        drop(packing);
-        // Clones of a module share running statistics: nothing but a device fails from here on.
-        let found = |planned: &'_ PlannedParameter| planned.target.path.clone();
-        let parameters = plan.parameters.iter().map(|one| (found(one), one)).collect();
-        let mut dense = LoadDense { parameters, weights: &weights };
-        *module = caught(|| Ok::<_, Fp4Error>(map_parameters(loaded, &mut dense)))?;
         Ok(report(&plan, &weights, &self.container().file_names()))
     }
+}
+
+impl LoadCheckpoint for Model<'_> {
+    fn load_into<M: Module>(
+        &self,
+        module: &mut M,
+        map: &CheckpointMap,
+    ) -> Result<LoadReport, Fp4Error> {
+        load(&self.weights, &self.files, module, map)
+    }
+
+    fn check_load<M: Module>(
+        &self,
+        module: &M,
+        map: &CheckpointMap,
+    ) -> Result<LoadReport, Fp4Error> {
+        let plan = LoadPlan::new(module, &self.weights, map)?;
+        Ok(report(&plan, &self.weights, &self.files))
+    }
+}
+
+/// Loads weights of files into a module.
+fn load<M: Module>(
+    weights: &[Weight<'_>],
+    files: &[String],
+    module: &mut M,
+    map: &CheckpointMap,
+) -> Result<LoadReport, Fp4Error> {
+    let plan = LoadPlan::new(module, weights, map)?;
+    let mut packing = Packing::new(&plan, weights);
+    let mut loaded = module.clone();
+    if !packing.parameters.is_empty() {
+        pack_provided(&mut loaded, |dense| packing.give(dense))?;
+    }
+    drop(packing);
+    // Clones of a module share running statistics: nothing but a device fails from here on.
+    let found = |planned: &'_ PlannedParameter| planned.target.path.clone();
+    let parameters = plan.parameters.iter().map(|one| (found(one), one)).collect();
+    let mut dense = LoadDense { parameters, weights };
+    *module = caught(|| Ok::<_, Fp4Error>(map_parameters(loaded, &mut dense)))?;
+    Ok(report(&plan, weights, files))
 }
 
 /// Packed weights for the parameters that get one.

@@ -7,8 +7,8 @@ use burn::module::{Module, Param};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, Int, Tensor as BurnTensor};
 use burn_fp4_checkpoints::{
-    Dtype, Fp4Weight, Model, Numbers, Order, Shards, Storage, Tensor, TensorScale as Stated, Value,
-    Weight, WriteOptions, WriteReport,
+    DataType, Dtype, Fp4Weight, Model, Numbers, Order, Shards, Storage, Tensor,
+    TensorScale as Stated, Value, Weight, WriteOptions, WriteReport,
 };
 use burn_fp4_ops::Fp4Layout;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
@@ -17,12 +17,13 @@ use crate::error::Fp4Error;
 use crate::pack::packed_parameter::{check_nothing_trained, packed_weights};
 use crate::packed_weight::PackedWeight;
 use crate::transfer::caught;
-use crate::walk::parameters::{ModulePath, VisitParameters, Walk, visit_parameters};
+use crate::walk::parameters::{ModulePath, Parameter, VisitParameters, Walk, visit_parameters};
 
 use super::bytes;
 use super::map::{CheckpointMap, Placement, turned};
 use super::mismatch::Mismatch;
 use super::names::{Names, Wanted};
+use super::outline::{Outline, ParameterOutline};
 
 /// See [`Fp4Module::save_fp4`](crate::Fp4Module::save_fp4).
 pub(crate) fn save<M: Module>(
@@ -72,6 +73,31 @@ pub(crate) fn model<M: Module>(
         return Err(Fp4Error::Mismatch(errors));
     }
     Ok(Model { weights: named, ..Model::default() })
+}
+
+/// The float parameters of a module as [`model`] gives them when they are dense, without values.
+///
+/// # Errors
+/// As [`Outline::new`].
+pub(crate) fn outline<'p>(
+    parameters: impl IntoIterator<Item = &'p Parameter>,
+    map: &CheckpointMap,
+) -> Result<Outline, Fp4Error> {
+    let parameters: Vec<&Parameter> = parameters.into_iter().collect();
+    let known = parameters.iter().map(|one| ParameterOutline {
+        path: &one.path,
+        container: &one.container,
+        shape: &one.shape,
+        attached: one.inside_reparameterization,
+    });
+    let mut outline = Outline::new(&known.collect::<Vec<_>>(), map)?;
+    for (weight, of) in outline.model.weights.iter_mut().zip(&outline.of) {
+        let dtype = bytes::in_file(parameters[of[0]].stored_dtype());
+        if let (Value::Plain(tensor), Some(dtype)) = (&mut weight.value, dtype) {
+            tensor.dtype = DataType::Plain(dtype);
+        }
+    }
+    Ok(outline)
 }
 
 /// A parameter, with the names that it has in files before they are renamed.

@@ -11,7 +11,9 @@ use burn_fp4_ops::repeats_values;
 
 use crate::error::Fp4Error;
 use crate::packed_weight::{Edit, PackedWeight, edit_next, with_edits};
-use crate::walk::parameters::{MapParameters, Parameter, Walk, map_parameters};
+use crate::walk::parameters::{
+    MapParameters, ModulePath, Parameter, VisitParameters, Walk, map_parameters, visit_parameters,
+};
 
 /// Gives a quantized parameter its placeholder: one value, expanded to the shape of the weight,
 /// which Burn shows and counts. It is made when it is first asked for.
@@ -51,6 +53,27 @@ pub(crate) fn float_dtype<const D: usize>(param: &Param<Tensor<D>>) -> DType {
         true => param.dtype(),
         false => param.lazy_device().settings().float_dtype.into(),
     }
+}
+
+/// The float parameters of a module, none of which need be initialized, with the shapes that layers
+/// see and the dtypes that they have or will have.
+pub(crate) fn settled_parameters<M: Module>(module: &M) -> Vec<Parameter> {
+    struct Settled(BTreeMap<String, (Vec<usize>, DType)>);
+
+    impl VisitParameters for Settled {
+        fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
+            let dtype = float_dtype(param);
+            self.0.insert(path.join(), (settled_shape(param, dtype).to_vec(), dtype));
+        }
+    }
+
+    let mut settled = Settled(BTreeMap::new());
+    visit_parameters(module, &mut settled);
+    let known = |parameter: Parameter| match settled.0.get(&parameter.path) {
+        Some((shape, dtype)) => parameter.with_values(shape, *dtype),
+        None => parameter,
+    };
+    Walk::over(module).parameters.into_iter().map(known).collect()
 }
 
 /// Loading zeros into a parameter that is not initialized keeps its shape, mappers and training

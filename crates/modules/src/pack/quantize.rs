@@ -43,7 +43,11 @@ pub(crate) fn quantize_and_compare<M: Module>(
     quantize_jobs(module, selection, jobs, calibration)
 }
 
-fn quantize_jobs<M: Module>(
+/// Quantizes the weights of jobs with statistics of their inputs.
+///
+/// # Errors
+/// As [`Fp4Module::quantize_fp4`](crate::Fp4Module::quantize_fp4) after the selection.
+pub(crate) fn quantize_jobs<M: Module>(
     module: &mut M,
     selection: &ModulePlan,
     mut jobs: Jobs<'_>,

@@ -73,6 +73,16 @@ impl ModulePlan {
         self.plans().any(|(_, _, plan)| plan.scheme.method.needs_inputs())
     }
 
+    /// Returns the paths of the weights whose codes depend on their inputs, with the axis that is
+    /// contracted.
+    pub(crate) fn axes_of_inputs(&self) -> BTreeSet<(String, usize)> {
+        let asking = self.plans().filter(|(_, _, plan)| plan.scheme.method.needs_inputs());
+        let axis = |(_, parameter, plan): (usize, &Parameter, &WeightPlan)| {
+            (parameter.path.clone(), plan.layout.axis)
+        };
+        asking.map(axis).collect()
+    }
+
     /// Checks that a method uses the calibration of the configuration, if it has one.
     ///
     /// # Errors
@@ -119,8 +129,18 @@ impl ModulePlan {
 /// [`Fp4Config::of_recipe`]; [`Fp4Error::NothingSelected`] with the reasons; [`Fp4Error::Unused`];
 /// [`Fp4Error::Sensitivity`] for a budget, which is not a decision about each parameter yet.
 pub(crate) fn select<M: Module>(module: &M, config: &Fp4Config) -> Result<ModulePlan, Fp4Error> {
+    select_among(Walk::over_values(module).parameters, config)
+}
+
+/// Decides about parameters.
+///
+/// # Errors
+/// As [`select`].
+pub(crate) fn select_among(
+    parameters: Vec<Parameter>,
+    config: &Fp4Config,
+) -> Result<ModulePlan, Fp4Error> {
     check_no_budget(config)?;
-    let parameters = Walk::over_values(module).parameters;
     let unfit: Vec<Option<KeepReason>> = parameters
         .iter()
         .map(|parameter| parameter.attached().or_else(|| unfit(parameter, config)))
@@ -183,9 +203,7 @@ pub(crate) fn planned_axes<M: Module>(
     module: &M,
     config: &Fp4Config,
 ) -> Result<BTreeSet<(String, usize)>, Fp4Error> {
-    let selection = select(module, config)?;
-    let plans = selection.plans().filter(|(_, _, plan)| plan.scheme.method.needs_inputs());
-    Ok(plans.map(|(_, parameter, plan)| (parameter.path.clone(), plan.layout.axis)).collect())
+    Ok(select(module, config)?.axes_of_inputs())
 }
 
 fn nothing_selected(selection: &ModulePlan, config: &Fp4Config) -> Fp4Error {

@@ -449,8 +449,8 @@ impl Fp4Weight<'_> {
         })
     }
 
-    /// The values as the dialect computes them, f32, `[.., rows, cols]`. After a Hadamard transform,
-    /// these are transformed back.
+    /// The values as the dialect computes them, f32, `[.., rows, cols]`. Those after a Hadamard
+    /// transform are transformed back.
     ///
     /// [`to_packed`](Self::to_packed) and this project's order of products differ by 1 ulp at
     /// most.

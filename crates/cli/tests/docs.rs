@@ -7,6 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use burn_fp4_checkpoints::{Checkpoint, Weight};
 use model::{SMALL, Tensor};
 use safetensors::tensor::Dtype;
 use tempfile::tempdir;
@@ -52,6 +53,30 @@ fn the_commands_of_the_readme_do_what_it_says() {
     model::model(folder.path(), "Qwen3-8B", SMALL);
     assert_eq!(run(&read("README.md"), folder.path()), 2);
     assert!(folder.path().join("Qwen3-8B-NVFP4").exists());
+}
+
+#[cfg(unix)]
+#[test]
+fn the_commands_of_the_page_on_transforms_do_what_it_says() {
+    let page = read("crates/burn-fp4/src/guide/hadamard.md");
+    let folder = tempdir().expect("a folder");
+    let model = model::model(folder.path(), "model", SMALL);
+    let checkpoint = Checkpoint::open(&model).expect("a checkpoint");
+    // Inputs that do not depend on each other.
+    let statistics = |weight: &Weight<'_>| {
+        let &[_, cols] = weight.shape() else { return None };
+        let one = |at: usize| f32::from(at / cols == at % cols).to_le_bytes();
+        let bytes = (0..cols * cols).flat_map(one).collect();
+        Some(Tensor { name: weight.name.clone(), dtype: Dtype::F32, shape: vec![cols; 2], bytes })
+    };
+    let weights = checkpoint.weights().expect("weights");
+    let statistics: Vec<Tensor> = weights.iter().filter_map(statistics).collect();
+    model::write(&folder.path().join("statistics.safetensors"), &statistics);
+    let recipes = blocks(&page, "toml");
+    fs::write(folder.path().join("recipe.toml"), recipes[0]).expect("a recipe");
+    assert_eq!((recipes.len(), run(&page, folder.path())), (1, 2));
+    let written = Checkpoint::open(folder.path().join("out")).expect("a checkpoint");
+    assert_eq!(written.dialect(), "fp-quant");
 }
 
 #[cfg(unix)]

@@ -264,6 +264,16 @@ fn with_statistics_gptq_says_the_error_of_outputs_too() {
             least = outputs;
         }
     }
+    // After a transform the file has other codes, and the error is that of the values.
+    let transformed = format!("{quantize} gptq --out transformed --hadamard 64 --json");
+    let json = succeeds(folder.path(), &transformed);
+    let report: serde_json::Value = serde_json::from_str(&json).expect("an object");
+    let found = report["errors"]["weights"][0]["output_error_percent"].as_f64();
+    let quantized = values_in(&folder.path().join("transformed"), name);
+    let errors: Vec<f64> = quantized.iter().zip(&exact).map(|(a, b)| a - b).collect();
+    let expected = 100.0 * (squared(&errors) / squared(&exact)).sqrt();
+    let found = found.expect("a number");
+    assert!((found - expected).abs() < 1e-2 * expected, "{found}, expected {expected}");
     let (_, _, note) = run(folder.path(), &format!("{quantize} sse --out noted"));
     assert!(note.contains("gram.safetensors only measures errors of outputs"), "{note}");
 }

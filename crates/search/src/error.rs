@@ -2,7 +2,6 @@
 
 use burn_fp4_formats::FormatError;
 
-use crate::hadamard::Hadamard;
 use crate::method::Method;
 use crate::rule::ScaleRule;
 
@@ -32,8 +31,10 @@ pub enum SearchError {
         found: f32,
     },
     /// A Hadamard transform of this size is not known.
-    #[error("a Hadamard transform of {found} is not known; choose one of {known}", known = sizes())]
+    #[error("a Hadamard transform of {found} is not known; choose one of {expected:?}")]
     HadamardSize {
+        /// The sizes there are.
+        expected: &'static [usize],
         /// The size given.
         found: usize,
     },
@@ -120,10 +121,6 @@ pub enum SearchError {
         /// The method.
         method: Method,
     },
-}
-
-fn sizes() -> String {
-    Hadamard::SIZES.map(|size| size.to_string()).join(", ")
 }
 
 fn rules() -> String {

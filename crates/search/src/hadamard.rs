@@ -28,8 +28,10 @@ use crate::rounding::Draw;
 /// hadamard(&spread, view, transform, true, &mut back)?;
 /// assert_eq!(back, outlier);
 ///
+/// assert_eq!(Hadamard::with_signs(0), Hadamard::of_size(16)?);
 /// let wide = Hadamard::of_size(64)?;
 /// assert_eq!((wide.size(), wide.signs(), wide.factor(1, 1)), (64, 0, -0.125));
+/// assert_eq!(wide.scale(), 0.125);
 /// assert!(Hadamard::of_size(48).is_err());
 /// # Ok::<(), burn_fp4_search::SearchError>(())
 /// ```
@@ -73,8 +75,13 @@ impl Hadamard {
     pub fn of_size(size: usize) -> Result<Self, SearchError> {
         match Self::SIZES.contains(&size) {
             true => Ok(Self { size, signs: 0 }),
-            false => Err(SearchError::HadamardSize { found: size }),
+            false => Err(Self::unknown(size)),
         }
+    }
+
+    /// The error of a size that no transform has, or none with signs.
+    const fn unknown(found: usize) -> SearchError {
+        SearchError::HadamardSize { expected: &Self::SIZES, found }
     }
 
     /// Number of values transformed together.
@@ -120,7 +127,7 @@ impl TryFrom<WrittenHadamard> for Hadamard {
         match written {
             WrittenHadamard { size: 16, signs } => Ok(Self::with_signs(signs)),
             WrittenHadamard { size, signs: 0 } => Self::of_size(size),
-            WrittenHadamard { size, .. } => Err(SearchError::HadamardSize { found: size }),
+            WrittenHadamard { size, .. } => Err(Self::unknown(size)),
         }
     }
 }

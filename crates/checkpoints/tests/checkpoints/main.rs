@@ -651,9 +651,8 @@ fn weights_after_a_hadamard_transform_are_read_and_written() {
         let packed = random.packed(format, 8, 64, if dtype == "mxfp4" { 1.0 } else { 0.25 });
         let path = folder.join(dtype);
         fs::create_dir(&path).expect("a folder");
-        let config = format!(
-            r#"{{"quantization_config": {{"quant_method": "fp_quant", "forward_dtype": "{dtype}"}}}}"#
-        );
+        let config = json!({"quant_method": "fp_quant", "forward_dtype": dtype});
+        let config = json!({ "quantization_config": config }).to_string();
         fs::write(path.join("config.json"), config).expect("a config");
         let hadamard = Hadamard::of_size(32).expect("a size");
         let file = |transform: Vec<u8>, size: usize| {

@@ -116,6 +116,7 @@ impl Fp4Parts {
     }
 
     /// Returns true if statistics of inputs decide about the codes of a weight of the module.
+    #[must_use]
     pub fn needs_inputs(&self) -> bool {
         self.plan.needs_inputs()
     }

@@ -23,7 +23,7 @@ use burn_ir::{OperationIr, TensorId, TensorIr};
 use burn_router::TensorInterpreter;
 
 use super::portable::bias::add_bias;
-use super::portable::{dequantize, dequantize_transformed, gram, hadamard, on_host, quantize};
+use super::portable::{dequantize, gram, hadamard, on_host, quantize};
 use crate::error::OpsError;
 use crate::hessian_factor::HessianFactor;
 use crate::layout::{Fp4Layout, Fp4Primitive};
@@ -106,10 +106,12 @@ pub trait Fp4Backend: Backend {
         #[fusion(scalar = layout.tag())] layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        match layout.hadamard {
-            Some(hadamard) => dequantize_transformed::<Self>(packed, layout, hadamard, dtype),
-            None => dequantize::dequantize::<Self>(packed, layout, dtype),
-        }
+        let Some(hadamard) = layout.hadamard else {
+            return dequantize::dequantize::<Self>(packed, layout, dtype);
+        };
+        let axis = layout.axis;
+        let values = Self::fp4_dequantize(packed, layout.of_codes(), FloatDType::F32);
+        Self::float_cast(Self::fp4_hadamard(values, axis, hadamard, true), dtype)
     }
 
     /// Multiplies an input `[M, K]` by a weight `[K, N]` packed along its first axis, in the dtype

@@ -1,8 +1,8 @@
 //! All pages and pictures that the figures give.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 
+use crate::files::root;
 use crate::page::{DocsError, fill};
 use crate::plot;
 use crate::table::Table;
@@ -12,11 +12,6 @@ const FIGURES: &str = "docs/benchmarks";
 
 /// Pages, and folders of pages, with tables.
 pub const PAGES: [&str; 4] = ["README.md", "docs/benchmarks", "docs", "crates/burn-fp4/src/guide"];
-
-/// The root of the project.
-pub fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
-}
 
 /// Every file of figures, by name.
 ///

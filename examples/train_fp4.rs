@@ -25,8 +25,8 @@ const POINT: usize = 10;
 #[derive(Parser)]
 struct Arguments {
     /// Task to train.
-    #[arg(long, value_enum, default_value_t = Task::All)]
-    task: Task,
+    #[arg(long, value_enum, default_value_t = Dataset::All)]
+    task: Dataset,
     /// Burn device to train on.
     #[arg(long, value_enum, default_value_t = OnDevice::Flex)]
     device: OnDevice,
@@ -51,7 +51,7 @@ struct Arguments {
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum Task {
+enum Dataset {
     Digits,
     Text,
     All,
@@ -88,16 +88,16 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    if arguments.plot.is_some() && (arguments.task == Task::Digits || arguments.steps < POINT) {
+    if arguments.plot.is_some() && (arguments.task == Dataset::Digits || arguments.steps < POINT) {
         let needs = format!("--plot: pass --task text or all, and --steps of {POINT} or more");
         Arguments::command().error(ErrorKind::ArgumentConflict, needs).exit();
     }
     let device = arguments.device.device();
     let mut rows = Vec::new();
-    if arguments.task != Task::Text {
+    if arguments.task != Dataset::Text {
         rows.extend(digits(arguments, &device)?);
     }
-    if arguments.task != Task::Digits {
+    if arguments.task != Dataset::Digits {
         rows.extend(text(arguments, &device)?);
     }
     if arguments.json {

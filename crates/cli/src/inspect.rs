@@ -80,7 +80,7 @@ struct Row {
     #[serde(flatten)]
     fp4: Option<Blocks>,
     #[serde(skip)]
-    group: Group,
+    group: FormatGroup,
 }
 
 /// Facts that only FP4 has.
@@ -110,7 +110,7 @@ struct Totals {
 
 /// The group in which a format is counted, quantized ones first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-enum Group {
+enum FormatGroup {
     Quantized,
     OfGgml,
     #[default]
@@ -264,9 +264,9 @@ impl Row {
             chosen: false,
             fp4,
             group: match (is_of_ggml(weight), is_quantized(weight)) {
-                (true, _) => Group::OfGgml,
-                (false, true) => Group::Quantized,
-                (false, false) => Group::Dense,
+                (true, _) => FormatGroup::OfGgml,
+                (false, true) => FormatGroup::Quantized,
+                (false, false) => FormatGroup::Dense,
             },
         }
     }
@@ -295,11 +295,11 @@ impl Row {
 impl Totals {
     fn new(rows: &[Row]) -> Self {
         let [bytes, values] = sums(rows);
-        let mut formats: Vec<(Group, &str)> =
+        let mut formats: Vec<(FormatGroup, &str)> =
             rows.iter().map(|row| (row.group, row.format.as_str())).collect();
         formats.sort_unstable();
         formats.dedup();
-        let of_format = |(_, format): (Group, &str)| {
+        let of_format = |(_, format): (FormatGroup, &str)| {
             let of: Vec<&Row> = rows.iter().filter(|row| row.format == format).collect();
             let ([bytes, values], weights) = (sums(of.iter().copied()), of.len());
             let format = format.to_owned();
@@ -307,7 +307,7 @@ impl Totals {
         };
         Self {
             weights: rows.len(),
-            quantized: rows.iter().filter(|row| row.group != Group::Dense).count(),
+            quantized: rows.iter().filter(|row| row.group != FormatGroup::Dense).count(),
             values,
             bytes,
             bits_per_weight: bits(bytes, values),
@@ -400,7 +400,7 @@ impl Report {
     /// Counts weights and bytes, of all and of each format.
     fn summary(&self, width: Option<u16>) -> String {
         let Totals { weights, quantized, bytes, bits_per_weight, .. } = self.totals;
-        let of_ggml = self.weights.iter().any(|row| row.group == Group::OfGgml);
+        let of_ggml = self.weights.iter().any(|row| row.group == FormatGroup::OfGgml);
         let how = if of_ggml { " by types of ggml" } else { "" };
         let weights = counted(weights, "weight");
         let columns = [

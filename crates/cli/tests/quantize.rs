@@ -304,6 +304,7 @@ fn weights_after_a_hadamard_transform_are_files_of_fp_quant() {
     model::model(folder.path(), "model", SMALL);
     let run = succeeds(folder.path(), "quantize model --out out --format mxfp4 --hadamard 32");
     assert!(run.contains("fp-quant") && run.contains("Hadamard transform of 32"), "{run}");
+    assert!(run.contains("note: a Hadamard transform without GPTQ"), "{run}");
     let checkpoint = Checkpoint::open(folder.path().join("out")).expect("a checkpoint");
     assert_eq!(checkpoint.dialect(), "fp-quant");
     let inspected = succeeds(folder.path(), "inspect out");

@@ -1,12 +1,11 @@
 //! [`Fp4Error`]: why a module cannot be quantized or loaded.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use burn::module::{LoraAdapter, Reparameterization};
 use burn_fp4_checkpoints::CheckpointError;
-use burn_fp4_ops::{OpsError, panic_message};
+use burn_fp4_ops::OpsError;
 use burn_fp4_policy::{PolicyError, RecipeError};
 
 use crate::budget::Budget;
@@ -347,11 +346,4 @@ fn list(names: &[String]) -> String {
 
 fn lines(items: &[impl fmt::Display]) -> String {
     items.iter().map(|item| format!("\n  {item}")).collect()
-}
-
-/// Runs operations on devices, where one that fails may panic: that must neither cost the weights
-/// that were taken out of a module nor the program.
-pub(crate) fn caught<R, E: From<OpsError>>(run: impl FnOnce() -> Result<R, E>) -> Result<R, E> {
-    let result = catch_unwind(AssertUnwindSafe(run));
-    result.unwrap_or_else(|panic| Err(OpsError::Device(panic_message(&*panic)).into()))
 }

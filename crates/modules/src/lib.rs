@@ -17,7 +17,7 @@
 //! | `fake_quant_weight.rs` | [`FakeQuantWeight`]: attached to a weight that is trained          |
 //! | `linear.rs`            | [`Fp4Linear`]: a linear layer straight from codes, on hosts too    |
 //! | `embedding.rs`         | [`Fp4Embedding`]: a table whose rows are looked up from codes      |
-//! | `transfer.rs`          | transfers from devices, and between them                           |
+//! | `transfer.rs`          | transfers from devices, and between them; panics of devices        |
 //! | `walk/`                | the parameters of a module, and the decision about each            |
 //! | `pack/`                | packed weights in the place of dense ones; records of them         |
 //! | `calibration/`         | [`Calibrate`]: the statistics from forward passes; layer by layer  |

@@ -1,7 +1,10 @@
-//! Transfers: vectors read back in one for each device, and tensors moved between devices.
+//! Work on devices: vectors read back in one transfer for each device, tensors moved between
+//! devices, and panics of a device as errors.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{Device, Tensor};
-use burn_fp4_ops::OpsError;
+use burn_fp4_ops::{OpsError, panic_message};
 
 use crate::error::Fp4Error;
 
@@ -60,4 +63,11 @@ pub(crate) fn moved<R>(devices: &[Device], transfer: impl FnOnce() -> R) -> Resu
     let result = transfer();
     wait()?;
     Ok(result)
+}
+
+/// Runs operations on devices, where one that fails may panic: that must neither cost the weights
+/// that were taken out of a module nor the program.
+pub(crate) fn caught<R, E: From<OpsError>>(run: impl FnOnce() -> Result<R, E>) -> Result<R, E> {
+    let result = catch_unwind(AssertUnwindSafe(run));
+    result.unwrap_or_else(|panic| Err(OpsError::Device(panic_message(&*panic)).into()))
 }

@@ -9,8 +9,7 @@ use burn_fp4_search::formats::check_length;
 use burn_fp4_search::host::View;
 use burn_fp4_search::{BlockHessians, Gram, GramLayout};
 
-use crate::devices::extension::Fp4Backend;
-use crate::devices::is_host;
+use crate::devices::extension::{Fp4Backend, is_host};
 use crate::error::OpsError;
 use crate::importance::read;
 use crate::layout::check_dtype;

@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 
 use crate::devices::decoder::{DecoderBackend, multiplies_int8};
-use crate::devices::weight_data;
+use crate::devices::extension::weight_data;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
 

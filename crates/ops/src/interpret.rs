@@ -3,8 +3,7 @@
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
 
-use crate::devices::backend_interpreter::BackendInterpreter;
-use crate::devices::interpreter;
+use crate::devices::extension::{BackendInterpreter, interpreter};
 use crate::error::OpsError;
 
 /// Runs recorded operations on a device, one at a time. In between, any tensor can be read or

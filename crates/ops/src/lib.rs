@@ -85,13 +85,12 @@ pub use decoder::{
 pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};
 #[cfg(feature = "cube")]
 pub use devices::cube::matmul::{FusedProducts, fused_products};
-pub use devices::extension::Fp4Backend;
+pub use devices::extension::{Fp4Backend, is_host, repeats_values, weight_data};
 #[cfg(not(feature = "cube"))]
 pub use devices::no_graph::{CapturedGraph, GraphState, captures_graphs};
 // Public for the project's tests, which run it on devices with their own code.
 #[doc(hidden)]
 pub use devices::portable;
-pub use devices::{is_host, repeats_values, weight_data};
 pub use error::OpsError;
 #[doc(hidden)]
 pub use error::panic_message;

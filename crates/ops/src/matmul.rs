@@ -4,8 +4,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Int, Tensor};
 use burn_fp4_search::Activations;
 
-use crate::devices::extension::Fp4Backend;
-use crate::devices::is_host;
+use crate::devices::extension::{Fp4Backend, is_host};
 use crate::error::OpsError;
 use crate::layout::check_dtype;
 use crate::tensor::Fp4Tensor;

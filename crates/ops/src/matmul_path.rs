@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::devices::cube::device::with_products;
 #[cfg(feature = "cube")]
 use crate::devices::cube::matmul::Planner;
-use crate::devices::is_host;
+use crate::devices::extension::is_host;
 #[cfg(feature = "cube")]
 use crate::fusion::is_active;
 use crate::layout::Fp4Layout;

@@ -6,8 +6,7 @@ use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData, Transacti
 use burn_fp4_search::Hadamard;
 use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale, check_scales};
 
-use crate::devices::extension::Fp4Backend;
-use crate::devices::weight_data;
+use crate::devices::extension::{Fp4Backend, weight_data};
 use crate::error::OpsError;
 use crate::hadamard::hadamard;
 use crate::layout::{Fp4Layout, Fp4Primitive, check_dtype};

@@ -14,7 +14,7 @@ use burn_fp4_search::{Fp4Scheme, Hadamard, Method, Sse, TensorScaling};
 
 use crate::error::{PolicyError, RecipeError};
 use crate::pattern::Patterns;
-use crate::preset::{Names, Preset};
+use crate::preset::{Preset, PresetNames};
 use crate::reason::Reason;
 use crate::recipe::{Recipe, RecipeWeights};
 use crate::weight::{Constraints, Fused, WeightInfo};
@@ -170,7 +170,7 @@ impl Policy {
             policy: self,
             by,
             entries: &entries,
-            names: Names::of(self.preset())?,
+            names: PresetNames::of(self.preset())?,
             keep: Patterns::new(&self.recipe.keep)?,
             only: Patterns::new(&self.recipe.only)?,
         };
@@ -329,7 +329,7 @@ struct Judge<'j> {
     policy: &'j Policy,
     by: &'j Constraints<'j>,
     entries: &'j Entries<'j>,
-    names: Names,
+    names: PresetNames,
     keep: Patterns<'j>,
     only: Patterns<'j>,
 }

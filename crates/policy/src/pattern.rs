@@ -178,15 +178,15 @@ impl Pattern {
     /// Makes it ready to match names; `text` is the pattern as errors show it.
     pub(crate) fn matcher_of(&self, text: &str) -> Result<Matcher, PolicyError> {
         match self {
-            Self::Exact(name) => Ok(Matcher(Kind::Exact(name.clone()))),
-            Self::PrefixStar(prefix) => Ok(Matcher(Kind::Prefix(prefix.clone()))),
-            Self::Within(name) => Ok(Matcher(Kind::Prefix(format!("{name}.")))),
+            Self::Exact(name) => Ok(Matcher(MatcherKind::Exact(name.clone()))),
+            Self::PrefixStar(prefix) => Ok(Matcher(MatcherKind::Prefix(prefix.clone()))),
+            Self::Within(name) => Ok(Matcher(MatcherKind::Prefix(format!("{name}.")))),
             Self::Glob(_) | Self::Regex(_) => {
                 let regex = RegexBuilder::new(&format!("^(?s:{})", self.regex()))
                     .size_limit(MOST)
                     .dfa_size_limit(MOST)
                     .build();
-                regex.map(|regex| Matcher(Kind::Regex(regex))).map_err(|source| {
+                regex.map(|regex| Matcher(MatcherKind::Regex(regex))).map_err(|source| {
                     PolicyError::Pattern { pattern: text.to_owned(), source: Box::new(source) }
                 })
             }
@@ -208,10 +208,10 @@ impl fmt::Display for Pattern {
 
 /// A [`Pattern`] that is ready to match names.
 #[derive(Debug)]
-pub struct Matcher(Kind);
+pub struct Matcher(MatcherKind);
 
 #[derive(Debug)]
-enum Kind {
+enum MatcherKind {
     Exact(String),
     Prefix(String),
     Regex(Regex),
@@ -222,9 +222,9 @@ impl Matcher {
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
         match &self.0 {
-            Kind::Exact(exact) => exact == name,
-            Kind::Prefix(prefix) => name.starts_with(prefix.as_str()),
-            Kind::Regex(regex) => regex.is_match(name),
+            MatcherKind::Exact(exact) => exact == name,
+            MatcherKind::Prefix(prefix) => name.starts_with(prefix.as_str()),
+            MatcherKind::Regex(regex) => regex.is_match(name),
         }
     }
 }
@@ -246,7 +246,7 @@ pub(crate) fn malformed(text: &str) -> Option<&'static str> {
     }
     let mut rest = text;
     while let Some((_, after)) = rest.split_once('[') {
-        let Some((_, behind)) = choice(after) else {
+        let Some((_, behind)) = character_class(after) else {
             return Some("`[` is not closed; write `[kv]` for one of two characters");
         };
         rest = behind;
@@ -311,7 +311,7 @@ fn regex_of_glob(glob: &str) -> String {
         match char {
             '*' => regex.push_str(".*"),
             '?' => regex.push('.'),
-            '[' => match choice(rest) {
+            '[' => match character_class(rest) {
                 Some((class, after)) => {
                     regex.push_str(&class);
                     rest = after;
@@ -325,12 +325,12 @@ fn regex_of_glob(glob: &str) -> String {
 }
 
 /// The class of `abc]...` or `!abc]...`, and what follows.
-fn choice(rest: &str) -> Option<(String, &str)> {
+fn character_class(rest: &str) -> Option<(String, &str)> {
     let (negated, body) = match rest.strip_prefix('!') {
         Some(body) => (true, body),
         None => (false, rest),
     };
-    // A bracket that closes at once is a character of the choice.
+    // A bracket that closes at once is a character of the class.
     let first = body.chars().next()?.len_utf8();
     let end = first + body[first..].find(']')?;
     let mut class = String::from(if negated { "[^" } else { "[" });

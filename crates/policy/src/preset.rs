@@ -106,13 +106,13 @@ impl Preset {
 }
 
 /// The names of a preset, ready to be matched.
-pub(crate) struct Names {
+pub(crate) struct PresetNames {
     preset: Preset,
     /// Names, one of which is asked for, and what a weight is that has none of them.
     asked: Option<(Vec<Matcher>, &'static str)>,
 }
 
-impl Names {
+impl PresetNames {
     /// # Errors
     /// [`PolicyError::Pattern`].
     pub(crate) fn of(preset: Preset) -> Result<Self, PolicyError> {

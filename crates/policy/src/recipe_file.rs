@@ -41,13 +41,13 @@ pub struct RecipeFile {
 struct Lists {
     keep: Vec<Spanned<String>>,
     only: Vec<Spanned<String>>,
-    weights: Vec<Names>,
+    weights: Vec<WeightNames>,
 }
 
 /// The patterns of a table `[[weights]]`.
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct Names {
+struct WeightNames {
     names: Vec<Spanned<String>>,
 }
 
@@ -135,7 +135,7 @@ impl RecipeFile {
         let Some(weights) = weights else { return self.line_of_key(key) };
         let lists: Lists = toml::from_str(&self.text).ok()?;
         let tables: Tables = toml::from_str(&self.text).ok()?;
-        let is_about = |(table, _): &(&Names, &Keys)| {
+        let is_about = |(table, _): &(&WeightNames, &Keys)| {
             let names = table.names.iter().map(|name| name.get_ref().clone()).collect();
             RecipeWeights { names, ..RecipeWeights::default() }.to_string() == weights
         };

@@ -8,18 +8,15 @@
 //!
 //! | file                   | what it holds                                                    |
 //! |------------------------|------------------------------------------------------------------|
-//! | `scheme.rs`            | [`Fp4Scheme`]: the choices for a tensor; its tensor factors      |
-//! | `rule.rs`              | [`ScaleRule`]: the published rules for scales and codes          |
+//! | `scheme.rs`            | [`Fp4Scheme`]: the choices for a tensor; [`TensorScaling`]       |
+//! | `rule.rs`              | [`ScaleRule`]: the published rules; [`TensorFactor`]             |
 //! | `method.rs`            | [`Method`], and the table of methods with names                  |
 //! | `activations.rs`       | [`Activations`]: the input of a product with a packed weight     |
 //! | `names.rs`             | parsing and printing of the names in these rows                  |
-//! | `rows.rs`              | the macro of these tables                                        |
 //! | `scale_grid.rs`        | the block scales of a format                                     |
-//! | `e2m1.rs`              | rounding to elements, in a few operations on bits                |
 //! | `rounding.rs`          | [`Rounding`]: to the nearest code, or at random                  |
 //! | `philox.rs`            | counter-based random numbers                                     |
 //! | `hadamard.rs`          | [`Hadamard`]: the transform before a product is quantized        |
-//! | `tensor_scale.rs`      | [`TensorScaling`], and the pair of factors of a tensor scale     |
 //! | `tile_reduce.rs`       | the sum over the rows of a tile                                  |
 //! | `reference/`           | **the reference quantizer**: slow and plain, the oracle          |
 //! | `host/`                | the same bits fast: SIMD and threads, any axis, f32 / f16 / bf16 |
@@ -40,12 +37,8 @@
 // Loops over lanes and matrices use the indices of the formulas.
 #![allow(clippy::needless_range_loop)]
 
-#[macro_use]
-mod rows;
-
 mod activations;
 mod best_tensor_scale;
-mod e2m1;
 mod error;
 mod gptq;
 mod gram;
@@ -67,7 +60,6 @@ mod rule;
 pub mod scale_grid;
 mod scheme;
 pub mod squares;
-mod tensor_scale;
 mod tile_reduce;
 
 pub use activations::Activations;
@@ -85,7 +77,6 @@ pub use metrics::{Metrics, squared_output_error};
 pub use quantize_weight::Statistics;
 pub use reference::{amax, quantize, quantize_by_importance, quantize_with_amax};
 pub use rounding::{Draw, Rounding, stochastic_code};
-pub use rule::{Normalization, RuleRow, ScaleForm, ScaleRule};
+pub use rule::{Normalization, RuleRow, ScaleForm, ScaleRule, TensorFactor};
 pub use scale_grid::PowerRounding;
-pub use scheme::{Blocks, Fp4Scheme, NonFinite};
-pub use tensor_scale::{TensorFactor, TensorScaling};
+pub use scheme::{Blocks, Fp4Scheme, NonFinite, TensorScaling};

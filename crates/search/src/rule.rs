@@ -11,7 +11,6 @@ use burn_fp4_formats::{E2M1, Fp4Format};
 use serde::{Deserialize, Serialize};
 
 use crate::scale_grid::{PowerRounding, SIXTH, power_of_two};
-use crate::tensor_scale::TensorFactor;
 
 /// Turns the amax of a block into its scale. A rule belongs to one format.
 ///
@@ -54,6 +53,24 @@ pub enum ScaleRule {
     RoundUp,
     /// 2^(ceil(log2 amax) - 2) (torchao `CEIL`).
     Ceil,
+}
+
+/// Defines `ALL` and `row` of an enum from a table, a line for each variant. The compiler refuses a
+/// variant without a row.
+macro_rules! rows {
+    ($(#[$all:meta])* $name:ident: $row:ident { $($variant:ident => $value:expr,)* }) => {
+        impl $name {
+            $(#[$all])*
+            pub const ALL: [Self; [$(stringify!($variant)),*].len()] = [$(Self::$variant),*];
+
+            /// Returns the facts of the variant.
+            pub const fn row(self) -> &'static $row {
+                match self {
+                    $(Self::$variant => const { &$value },)*
+                }
+            }
+        }
+    };
 }
 
 rows! {
@@ -112,6 +129,22 @@ const fn power(
         normalization,
         keeps_negative_zero: true,
     }
+}
+
+/// Holds the tensor scale as the two factors that the rules use, with the amax it came from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TensorFactor {
+    /// Largest magnitude that the factor was made for.
+    pub amax: f32,
+    /// Multiplier of block scales before they are rounded ("S_enc").
+    pub encode: f32,
+    /// Multiplier of dequantization: the stored tensor scale ("S_dec").
+    pub decode: f32,
+}
+
+impl TensorFactor {
+    /// The factor of a tensor without a tensor scale.
+    pub const ONE: Self = Self { amax: 1.0, encode: 1.0, decode: 1.0 };
 }
 
 /// The facts of a [`ScaleRule`].

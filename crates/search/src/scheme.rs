@@ -3,15 +3,14 @@
 
 use std::fmt;
 
-use burn_fp4_formats::{E2M1, FormatError, Fp4Format, ScaleGrid};
+use burn_fp4_formats::{E2M1, FormatError, Fp4Format, ScaleGrid, TensorScale};
 use serde::{Deserialize, Serialize};
 
 use crate::error::SearchError;
 use crate::hadamard::Hadamard;
 use crate::method::{E4m3Range, Method, Needs, Sse};
 use crate::rounding::Rounding;
-use crate::rule::{Normalization, ScaleRule};
-use crate::tensor_scale::{TensorFactor, TensorScaling};
+use crate::rule::{Normalization, ScaleRule, TensorFactor};
 
 /// Sets the elements that share a block scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -24,6 +23,21 @@ pub enum Blocks {
     /// weight means the same in the forward and the backward pass. Each of the 16 rows stores the
     /// scale of its tile. Tiles at the end may have fewer than 16 rows.
     Tile16x16,
+}
+
+/// Sets the source of the tensor scale, for rules that have one.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TensorScaling {
+    /// The amax of the whole tensor.
+    #[default]
+    Tensor,
+    /// The amax of each row, a tensor scale per row ("per-token", TransformerEngine >= 2.16).
+    Row,
+    /// A given amax, for tensors that share a scale or were calibrated.
+    Amax(f32),
+    /// A given multiplier, such as one from a checkpoint.
+    Multiplier(f32),
 }
 
 /// Sets the reaction of the user-facing operations to NaN and infinity.
@@ -462,6 +476,16 @@ fn saturate(value: f32) -> f32 {
 }
 
 impl TensorScaling {
+    /// Returns the tensor scale to store: one, or one per row.
+    pub(crate) fn stored(self, factors: &[TensorFactor]) -> TensorScale {
+        match self {
+            Self::Row => TensorScale::PerRow(factors.iter().map(|f| f.decode).collect()),
+            Self::Tensor | Self::Amax(_) | Self::Multiplier(_) => {
+                TensorScale::One(factors[0].decode)
+            }
+        }
+    }
+
     /// Checks a given value.
     ///
     /// # Errors

@@ -235,7 +235,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     while round < rounds {
         let buffer = (round & 1u32) * half;
         let k_tile = round * comptime!(plan.k_planes()) + lane.k_plane;
-        let source = Source { buffer, k_tile };
+        let source = InputPosition { buffer, k_tile };
         // The input of this plane, if it keeps it in registers.
         let mut taken = Array::<Vector<u32, X>>::new(4usize);
         if comptime!(takes_input) {
@@ -356,7 +356,7 @@ fn share_input<X: Size>(
 
 /// Position of the input of a k tile.
 #[derive(CubeType, Clone, Copy)]
-struct Source {
+struct InputPosition {
     /// Start of the round's input in shared memory.
     buffer: u32,
     k_tile: u32,
@@ -370,7 +370,7 @@ fn read_tile<F: Float, S: Int, W: Size, X: Size>(
     taken: &Array<Vector<u32, X>>,
     values: &mut Array<Vector<u32, X>>,
     lane: &Lane,
-    source: &Source,
+    source: &InputPosition,
     #[comptime] tile: u32,
     #[comptime] tiling: BlockTiling,
 ) {

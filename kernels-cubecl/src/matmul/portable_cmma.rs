@@ -54,7 +54,7 @@ pub(super) fn launch<F: Float>(
 
 /// Registers that a unit loads for a k tile.
 #[derive(CubeType)]
-struct Loaded<X: Size> {
+struct KTileRegisters<X: Size> {
     /// Words of eight codes.
     codes: Array<u32>,
     /// The code of the block scale of each.
@@ -72,7 +72,7 @@ const fn share(items: u32, plan: PortableCmma) -> u32 {
 #[cube]
 fn load<F: Float, W: Size, X: Size>(
     operands: &Operands<F, u32, W, X>,
-    loaded: &mut Loaded<X>,
+    loaded: &mut KTileRegisters<X>,
     first_row: u32,
     first_input: u32,
     k_tile: u32,
@@ -103,7 +103,7 @@ fn load<F: Float, W: Size, X: Size>(
 #[cube]
 fn store<F: Float, W: Size, X: Size>(
     operands: &Operands<F, u32, W, X>,
-    loaded: &Loaded<X>,
+    loaded: &KTileRegisters<X>,
     weights: &mut [Vector<F, Const<2>>],
     inputs: &mut [Vector<F, Const<2>>],
     #[comptime] plan: PortableCmma,
@@ -171,7 +171,7 @@ fn portable_cmma_kernel<F: Float, W: Size, X: Size>(
     let mut inputs =
         Shared::<[Vector<F, Const<2>>]>::new_slice(comptime!((plan.tile_m() * line) as usize));
     let mut staged = Shared::<[f32]>::new_slice(comptime!((plan.planes() * 256) as usize));
-    let mut loaded = Loaded::<X> {
+    let mut loaded = KTileRegisters::<X> {
         codes: Array::<u32>::new(comptime!(share(plan.tile_n() * words, plan) as usize)),
         scales: Array::<u32>::new(comptime!(share(plan.tile_n() * words, plan) as usize)),
         input: Array::<Vector<u32, X>>::new(comptime!(share(plan.tile_m() * words, plan) as usize)),

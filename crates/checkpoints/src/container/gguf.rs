@@ -40,7 +40,7 @@ impl Metadata {
     pub fn new(architecture: &str) -> Self {
         let mut bytes = Vec::new();
         text(&mut bytes, ARCHITECTURE);
-        bytes.extend(Kind::String.id().to_le_bytes());
+        bytes.extend(ValueKind::String.id().to_le_bytes());
         text(&mut bytes, architecture);
         Self { pairs: 1, bytes, alignment: ALIGNMENT }
     }
@@ -52,7 +52,7 @@ impl Metadata {
         let mut found = None;
         for _ in 0..self.pairs {
             let Pair { key, kind, mut value } = cursor.pair().ok()?;
-            if key == ARCHITECTURE && kind == Kind::String {
+            if key == ARCHITECTURE && kind == ValueKind::String {
                 found = value.text().ok();
             }
         }
@@ -63,7 +63,7 @@ impl Metadata {
     pub(crate) fn set_u32(&mut self, key: &str, number: u32) {
         let mut pair = Vec::new();
         text(&mut pair, key);
-        pair.extend(Kind::U32_ID.to_le_bytes());
+        pair.extend(ValueKind::U32_ID.to_le_bytes());
         pair.extend(number.to_le_bytes());
         match self.place_of(key) {
             Some(place) => drop(self.bytes.splice(place, pair)),
@@ -100,13 +100,13 @@ impl Metadata {
 
 /// The type of a value (`enum gguf_metadata_value_type`).
 #[derive(Clone, Copy, PartialEq)]
-enum Kind {
+enum ValueKind {
     Fixed(usize),
     String,
     Array,
 }
 
-impl Kind {
+impl ValueKind {
     const U32_ID: u32 = 4;
 
     fn of(id: u32) -> Option<Self> {
@@ -142,7 +142,7 @@ impl Kind {
 /// A key and its value.
 struct Pair<'a> {
     key: &'a str,
-    kind: Kind,
+    kind: ValueKind,
     value: Cursor<'a>,
 }
 
@@ -185,7 +185,7 @@ impl<'a> Cursor<'a> {
     fn pair(&mut self) -> Result<Pair<'a>, CheckpointError> {
         let key = self.text()?;
         let id = self.u32()?;
-        let Some(kind) = Kind::of(id) else {
+        let Some(kind) = ValueKind::of(id) else {
             return Err(self.wrong("the type of a value", id.into()));
         };
         let begin = self.at;
@@ -204,23 +204,25 @@ impl<'a> Cursor<'a> {
         Ok(count)
     }
 
-    fn skip(&mut self, kind: Kind) -> Result<(), CheckpointError> {
+    fn skip(&mut self, kind: ValueKind) -> Result<(), CheckpointError> {
         match kind {
-            Kind::Fixed(bytes) => self.take(bytes as u64).map(|_| ()),
-            Kind::String => {
+            ValueKind::Fixed(bytes) => self.take(bytes as u64).map(|_| ()),
+            ValueKind::String => {
                 let length = self.u64()?;
                 self.take(length).map(|_| ())
             }
-            Kind::Array => {
+            ValueKind::Array => {
                 let id = self.u32()?;
                 // ggml has no arrays of arrays.
-                let Some(kind) = Kind::of(id).filter(|kind| *kind != Kind::Array) else {
+                let Some(kind) = ValueKind::of(id).filter(|kind| *kind != ValueKind::Array) else {
                     return Err(self.wrong("the type of an array's values", id.into()));
                 };
                 let count = self.count(kind.least())?;
                 match kind {
-                    Kind::Fixed(bytes) => self.take(count * bytes as u64).map(|_| ()),
-                    Kind::String | Kind::Array => (0..count).try_for_each(|_| self.skip(kind)),
+                    ValueKind::Fixed(bytes) => self.take(count * bytes as u64).map(|_| ()),
+                    ValueKind::String | ValueKind::Array => {
+                        (0..count).try_for_each(|_| self.skip(kind))
+                    }
                 }
             }
         }
@@ -272,9 +274,9 @@ fn read_pairs(cursor: &mut Cursor<'_>) -> Result<Metadata, CheckpointError> {
     for _ in 0..pairs {
         let Pair { key, kind, mut value } = cursor.pair()?;
         match (key, kind) {
-            ("general.alignment", Kind::Fixed(4)) => alignment = u64::from(value.u32()?),
+            ("general.alignment", ValueKind::Fixed(4)) => alignment = u64::from(value.u32()?),
             // `LLM_KV_SPLIT_COUNT` of llama.cpp: u16.
-            ("split.count", Kind::Fixed(2)) => {
+            ("split.count", ValueKind::Fixed(2)) => {
                 let count = value.take(2)?;
                 let count = u16::from_le_bytes([count[0], count[1]]);
                 if count > 1 {
@@ -286,7 +288,7 @@ fn read_pairs(cursor: &mut Cursor<'_>) -> Result<Metadata, CheckpointError> {
                     });
                 }
             }
-            (ARCHITECTURE, Kind::String) => _ = value.text()?,
+            (ARCHITECTURE, ValueKind::String) => _ = value.text()?,
             _ => {}
         }
     }

@@ -95,7 +95,7 @@ fn format_of(
         _ => Err(CheckpointError::Field {
             path: container.config_path(CONFIG),
             field: "quantization_config.forward_dtype".to_owned(),
-            expected: &"mxfp4 or nvfp4",
+            expected: "mxfp4 or nvfp4",
             found: found.map_or_else(|| "nothing".to_owned(), serde_json::Value::to_string),
             remedy: CheckpointError::CORRECT,
         }),

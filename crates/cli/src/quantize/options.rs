@@ -343,6 +343,14 @@ impl ResolvedOptions {
                  which raises the error of small weights; other dialects have tensor scales"
             ));
         }
+        let alone = |how: &Fp4Scheme| how.hadamard.is_some() && how.method.gptq().is_none();
+        if schemes.iter().any(alone) {
+            remarks.note(
+                "a Hadamard transform without GPTQ made a language model worse than none (page \
+                 `hadamard` of the guide): calibrate and pass --method gptq"
+                    .to_owned(),
+            );
+        }
         if let (Some(file), false) = (statistics, self.is_calibrated()) {
             let method = self.policy.base().method;
             let needed = match self.policy.schemes().all(|how| how.method == method) {

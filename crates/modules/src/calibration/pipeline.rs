@@ -22,7 +22,8 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use burn_fp4_ops::{FetchedGram, Gram, OpsError};
 
-use crate::error::{Fp4Error, caught};
+use crate::error::Fp4Error;
+use crate::transfer::caught;
 
 use super::batches::{RecordedBatches, Replacement};
 use super::cache::{Cache, GramShape};

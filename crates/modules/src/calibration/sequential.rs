@@ -8,13 +8,14 @@ use burn_fp4_ops::Gram;
 use burn_ir::TensorId;
 
 use crate::config::Fp4Config;
-use crate::error::{Fp4Error, caught};
+use crate::error::Fp4Error;
 use crate::pack::devices::quantize_each;
 use crate::pack::job::Jobs;
 use crate::pack::quantize::attach;
 use crate::pack::weight::{HessianFactorCache, Quantized};
 use crate::report::Fp4Report;
 use crate::statistics::Inputs;
+use crate::transfer::caught;
 use crate::walk::select::{ModulePlan, select};
 
 use super::batches::{RecordedBatches, Replacement};

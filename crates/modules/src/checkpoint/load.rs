@@ -9,16 +9,17 @@ use burn_fp4_checkpoints::{Checkpoint, CheckpointError, Dtype, Model, Value, Wei
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 use burn_fp4_ops::{Hadamard, OpsError};
 
-use crate::error::{Fp4Error, caught};
+use crate::error::Fp4Error;
 use crate::pack::packed_parameter::with_values;
 use crate::pack::provided::{DenseWeight, pack_provided};
 use crate::packed_weight::PackedWeight;
+use crate::transfer::caught;
 use crate::walk::parameters::{MapParameters, map_parameters};
 
 use super::bytes;
 use super::map::CheckpointMap;
 use super::mismatch::Mismatch;
-use super::plan::{How, LoadPlan, Piece, PlannedParameter, Source, described};
+use super::plan::{How, LoadPlan, ParameterTensors, Piece, PlannedParameter, described};
 use super::report::{LoadReport, Loaded, LoadedFrom, LoadedParameter};
 
 /// Checkpoints of other projects into modules.
@@ -144,7 +145,7 @@ fn load<M: Module>(
 
 /// Packed weights for the parameters that get one.
 struct Packing<'p> {
-    parameters: BTreeMap<&'p str, (&'p Source, &'p How)>,
+    parameters: BTreeMap<&'p str, (&'p ParameterTensors, &'p How)>,
     weights: &'p [Weight<'p>],
     /// How many matrices are still to be made of a tensor.
     left: BTreeMap<&'p [Piece], usize>,
@@ -203,7 +204,7 @@ impl<'p> Packing<'p> {
 
 /// Codes and scales of a weight, or of several that are stacked, as one matrix, with the Hadamard
 /// transform of the values that they are of.
-fn packed(weights: &[Weight<'_>], source: &Source) -> (Packed, Option<Hadamard>) {
+fn packed(weights: &[Weight<'_>], source: &ParameterTensors) -> (Packed, Option<Hadamard>) {
     let (mut codes, mut scales, mut multipliers) = (Vec::new(), Vec::new(), Vec::new());
     let (mut facts, mut rows) = (None, 0);
     for piece in &source.pieces {

@@ -18,7 +18,7 @@ use super::names::{Names, Wanted};
 
 /// A parameter of the module.
 #[derive(Debug, Clone)]
-pub(crate) struct Target {
+pub(crate) struct LoadTarget {
     pub(crate) path: String,
     pub(crate) container: String,
     pub(crate) kind: Kind,
@@ -38,7 +38,7 @@ pub(crate) struct Piece {
 
 /// The tensors that a parameter is made of.
 #[derive(Debug, Clone)]
-pub(crate) struct Source {
+pub(crate) struct ParameterTensors {
     pub(crate) pieces: Vec<Piece>,
     /// Set if each piece is one of its matrices.
     pub(crate) stacked: bool,
@@ -54,8 +54,8 @@ pub(crate) enum How {
 
 /// A parameter and the way to load it.
 pub(crate) struct PlannedParameter {
-    pub(crate) target: Target,
-    pub(crate) found: Result<(Source, How), Mismatch>,
+    pub(crate) target: LoadTarget,
+    pub(crate) found: Result<(ParameterTensors, How), Mismatch>,
 }
 
 /// Every parameter of a module.
@@ -80,7 +80,7 @@ impl LoadPlan {
         let targets = targets(module)?;
         let mut errors = Vec::new();
         let by_name = by_name(&names, weights, &mut errors);
-        let search = Search { names: &names, by_name: &by_name, weights, targets: &targets };
+        let search = TensorFinder { names: &names, by_name: &by_name, weights, targets: &targets };
         let mut parameters = Vec::with_capacity(targets.len());
         for target in &targets {
             let found = search.source(target).and_then(|source| {
@@ -114,17 +114,17 @@ impl LoadPlan {
 ///
 /// # Errors
 /// [`Fp4Error::Attached`] if anything is attached to one of them.
-fn targets<M: Module>(module: &M) -> Result<Vec<Target>, Fp4Error> {
-    struct Targets(Vec<Target>);
+fn targets<M: Module>(module: &M) -> Result<Vec<LoadTarget>, Fp4Error> {
+    struct FindTargets(Vec<LoadTarget>);
 
-    impl Targets {
+    impl FindTargets {
         fn add(&mut self, path: &ModulePath, kind: Kind, shape: Vec<usize>, device: Device) {
             let (path, container) = (path.join(), path.container().to_owned());
-            self.0.push(Target { path, container, kind, shape, dtype: None, device });
+            self.0.push(LoadTarget { path, container, kind, shape, dtype: None, device });
         }
     }
 
-    impl VisitParameters for Targets {
+    impl VisitParameters for FindTargets {
         fn float<const D: usize>(&mut self, path: &ModulePath, param: &Param<Tensor<D>>) {
             let dtype = float_dtype(param);
             let shape = match dtype.is_float() {
@@ -151,7 +151,7 @@ fn targets<M: Module>(module: &M) -> Result<Vec<Target>, Fp4Error> {
             return Err(Fp4Error::Attached { path: parameter.path, name });
         }
     }
-    let mut targets = Targets(Vec::new());
+    let mut targets = FindTargets(Vec::new());
     visit_parameters(module, &mut targets);
     Ok(targets.0)
 }
@@ -183,16 +183,16 @@ fn shape<'w>(weight: &'w Weight<'_>) -> &'w [usize] {
 }
 
 /// Finds the tensors of parameters.
-struct Search<'s> {
+struct TensorFinder<'s> {
     names: &'s Names<'s>,
     by_name: &'s HashMap<String, usize>,
     weights: &'s [Weight<'s>],
-    targets: &'s [Target],
+    targets: &'s [LoadTarget],
 }
 
-impl Search<'_> {
+impl TensorFinder<'_> {
     /// Returns the tensors of a parameter, or of the one that it is tied to.
-    fn source(&self, target: &Target) -> Result<Source, Mismatch> {
+    fn source(&self, target: &LoadTarget) -> Result<ParameterTensors, Mismatch> {
         let own = self.own(target);
         let tied = || {
             let with = self.names.tied_to(&target.path)?;
@@ -207,11 +207,11 @@ impl Search<'_> {
         }
     }
 
-    fn own(&self, target: &Target) -> Result<Source, Mismatch> {
+    fn own(&self, target: &LoadTarget) -> Result<ParameterTensors, Mismatch> {
         let find = |name: &String| self.by_name.get(name).copied();
         let whole = |weight| {
             let pieces = vec![Piece { weight, matrix: None }];
-            Source { pieces, stacked: false }
+            ParameterTensors { pieces, stacked: false }
         };
         let missing = |tensors| Mismatch::Missing {
             parameter: target.path.clone(),
@@ -239,7 +239,7 @@ impl Search<'_> {
                 }
                 let pieces = names.iter().filter_map(find);
                 let pieces = pieces.map(|weight| Piece { weight, matrix: None }).collect();
-                Ok(Source { pieces, stacked: true })
+                Ok(ParameterTensors { pieces, stacked: true })
             }
             Wanted::Matrix(name, index) => match find(&name) {
                 Some(weight) => {
@@ -251,7 +251,7 @@ impl Search<'_> {
                         return Err(Mismatch::Shape { parameter, tensor, expected, found });
                     }
                     let pieces = vec![Piece { weight, matrix: Some(index) }];
-                    Ok(Source { pieces, stacked: false })
+                    Ok(ParameterTensors { pieces, stacked: false })
                 }
                 None => alike.ok_or_else(|| missing(vec![name])),
             },
@@ -259,7 +259,7 @@ impl Search<'_> {
     }
 
     /// The tensors that have a name of a parameter, be they all that it needs or not.
-    fn named(&self, target: &Target) -> Vec<usize> {
+    fn named(&self, target: &LoadTarget) -> Vec<usize> {
         let names = match self.names.wanted(&target.path, &target.container) {
             Wanted::One(names) => names,
             Wanted::Each(before, behind) => {
@@ -312,10 +312,10 @@ impl Search<'_> {
 
 /// Checks that a parameter can be made of tensors, and says how.
 fn check(
-    target: &Target,
+    target: &LoadTarget,
     map: &CheckpointMap,
     weights: &[Weight<'_>],
-    source: &Source,
+    source: &ParameterTensors,
 ) -> Result<How, Mismatch> {
     let placement = map.placement(&target.container, target.shape.len());
     let first = &weights[source.pieces[0].weight];
@@ -366,7 +366,7 @@ fn check(
     Ok(How::Packed { format: fp4.format, block_size: fp4.block_size, axis: placement.axis })
 }
 
-fn dense(target: &Target, weight: &Weight<'_>, turn: bool) -> How {
+fn dense(target: &LoadTarget, weight: &Weight<'_>, turn: bool) -> How {
     match (target.kind, target.dtype, &weight.value) {
         (Kind::Float, Some(dtype), _) => How::Dense { dtype, turn },
         (Kind::Int, _, Value::Plain(tensor)) => match tensor.plain().and_then(bytes::of_file) {
@@ -398,7 +398,7 @@ pub(crate) fn described(weight: &Weight<'_>) -> String {
 }
 
 /// Returns the type that a parameter would need, if it cannot hold a weight.
-fn unfit(target: &Target, weight: &Weight<'_>) -> Option<String> {
+fn unfit(target: &LoadTarget, weight: &Weight<'_>) -> Option<String> {
     let plain = |dtypes: fn(DType) -> bool| match &weight.value {
         Value::Plain(tensor) => match tensor.dtype {
             DataType::Plain(dtype) => bytes::of_file(dtype).filter(|dtype| dtypes(*dtype)),

@@ -13,9 +13,10 @@ use burn_fp4_checkpoints::{
 use burn_fp4_ops::Fp4Layout;
 use burn_fp4_ops::search::formats::{Packed, TensorScale};
 
-use crate::error::{Fp4Error, caught};
+use crate::error::Fp4Error;
 use crate::pack::packed_parameter::{check_nothing_trained, packed_weights};
 use crate::packed_weight::PackedWeight;
+use crate::transfer::caught;
 use crate::walk::parameters::{ModulePath, Parameter, VisitParameters, Walk, visit_parameters};
 
 use super::bytes;

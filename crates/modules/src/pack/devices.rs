@@ -10,8 +10,8 @@ use burn::tensor::Device;
 use burn_fp4_ops::{Gram, OpsError};
 use burn_fp4_policy::families;
 
-use crate::error::{Fp4Error, caught};
-use crate::transfer::moved;
+use crate::error::Fp4Error;
+use crate::transfer::{caught, moved};
 
 use super::job::Jobs;
 use super::weight::{AnyWeight, Caches, Quantized, WeightTask, family_key, pack_family};

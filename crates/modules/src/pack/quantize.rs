@@ -8,10 +8,11 @@ use burn::tensor::Tensor;
 use burn_fp4_ops::OpsError;
 
 use crate::config::Fp4Config;
-use crate::error::{Fp4Error, caught};
+use crate::error::Fp4Error;
 use crate::packed_weight::PackedWeight;
 use crate::report::{Fp4Report, Outcome};
 use crate::statistics::Calibration;
+use crate::transfer::caught;
 use crate::walk::parameters::{MapParameters, map_parameters};
 use crate::walk::select::{ModulePlan, ParameterPlan, select};
 

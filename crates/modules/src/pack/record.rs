@@ -71,7 +71,7 @@ fn problem(problem: &str, names: impl IntoIterator<Item = String>) -> Fp4Error {
 }
 
 /// A packed weight in a record.
-struct Entry {
+struct RecordEntry {
     /// Name of the layout, as in the path.
     layout: String,
     /// dtype that `val()` returns.
@@ -191,11 +191,12 @@ fn lacking(names: Vec<String>, is_parameter: impl Fn(&str) -> bool) -> Fp4Error 
 /// See [`AttachRecorded::freeze`].
 fn never_frozen(
     walk: &Walk,
-    entries: &BTreeMap<String, Entry>,
+    entries: &BTreeMap<String, RecordEntry>,
     attached: &BTreeMap<String, PackedWeight>,
 ) -> Option<BTreeSet<String>> {
-    let is_new =
-        |(path, entry): (&String, &Entry)| entry.adapter.is_some() && !attached.contains_key(path);
+    let is_new = |(path, entry): (&String, &RecordEntry)| {
+        entry.adapter.is_some() && !attached.contains_key(path)
+    };
     entries.iter().any(is_new).then(|| {
         let factors = walk.parameters.iter().filter(|one| one.inside_reparameterization);
         factors.map(|factor| factor.path.clone()).collect()
@@ -227,7 +228,7 @@ fn check(tensor: &burn_pack::Tensor, stored: &StoredParameter) -> Result<(), Fp4
 /// # Errors
 /// [`Fp4Error::Record`] if the values of a packed weight cannot have the dtype that the record
 /// says.
-fn check_base(path: &str, entry: &Entry, stored: &StoredParameter) -> Result<(), Fp4Error> {
+fn check_base(path: &str, entry: &RecordEntry, stored: &StoredParameter) -> Result<(), Fp4Error> {
     if stored.kind != Kind::Float || !entry.dtype.is_float() {
         let expected = format!("expected {:?}, found {:?}", stored.kind, entry.dtype);
         return Err(problem(&expected, [path.to_owned()]));
@@ -248,7 +249,7 @@ fn supported(name: &str, dtype: DType, device: &Device) -> Result<(), Fp4Error> 
 
 /// Takes the packed weights out of the tensors, with their placeholders, whose one value says
 /// nothing but the dtype.
-fn take_packed(tensors: &mut Tensors) -> Result<BTreeMap<String, Entry>, Fp4Error> {
+fn take_packed(tensors: &mut Tensors) -> Result<BTreeMap<String, RecordEntry>, Fp4Error> {
     let marker = format!(".{}.", PackedWeight::NAME);
     let found: Vec<_> = tensors
         .keys()
@@ -271,7 +272,8 @@ fn take_packed(tensors: &mut Tensors) -> Result<BTreeMap<String, Entry>, Fp4Erro
             (part("codes")?, part("scales")?, part("tensor_scale")?);
         let adapter = take_adapter(tensors, &format!("{path}{marker}"))?;
         let (dtype, id) = (base.dtype, base.param_id);
-        entries.insert(path, Entry { layout, dtype, id, codes, scales, tensor_scale, adapter });
+        entries
+            .insert(path, RecordEntry { layout, dtype, id, codes, scales, tensor_scale, adapter });
     }
     Ok(entries)
 }
@@ -292,7 +294,7 @@ fn take_adapter(tensors: &mut Tensors, prefix: &str) -> Result<Option<Adapter>, 
     Ok(Some(Adapter { name, scale, a, b }))
 }
 
-impl Entry {
+impl RecordEntry {
     /// The parts of paths that say how to read what is below them.
     fn names(&self) -> (String, Option<String>) {
         (self.layout.clone(), self.adapter.as_ref().map(|adapter| adapter.name.clone()))
@@ -301,7 +303,7 @@ impl Entry {
 
 /// Attaches packed weights to dense parameters, or puts them in the place of others.
 struct AttachRecorded {
-    entries: BTreeMap<String, Entry>,
+    entries: BTreeMap<String, RecordEntry>,
     /// Paths of weights that are packed already.
     attached: BTreeSet<String>,
     /// If adapters are attached to a module without, as `lora_fp4` does: the factors that the
@@ -346,7 +348,7 @@ impl Reparameterizer for &mut AttachRecorded {
 
 fn packed<const D: usize>(
     path: &str,
-    entry: Entry,
+    entry: RecordEntry,
     shape: Vec<usize>,
     device: &Device,
 ) -> Result<PackedWeight, Fp4Error> {

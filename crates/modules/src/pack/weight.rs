@@ -83,7 +83,25 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         task: &WeightTask<'_>,
         factors: &mut HessianFactorCache,
     ) -> Result<PackedWeight, OpsError> {
-        Ok(quantize_weight(self, task, factors)?.into())
+        let method = task.method_used().method;
+        let (scheme, axis) = (task.scheme().with_method(method), task.plan.layout.axis);
+        let Some(inputs) = task.inputs.as_ref().filter(|_| method.needs_inputs()) else {
+            return Ok(quantize_without_inputs(self.clone(), axis, &scheme)?.into());
+        };
+        let slices = task.plan.slices();
+        if slices < 2 {
+            return Ok(quantize_whole(self.clone(), axis, &scheme, inputs.of(0), factors)?.into());
+        }
+        // Slices share the tensor scale of the whole, which has none to be shared of a value like
+        // this.
+        if let Some(found) = task.amax.filter(|amax| !amax.is_finite()) {
+            return Err(OpsError::NonFinite { found });
+        }
+        let axis = axis - (D - 2);
+        let of_slice = |slice: usize| {
+            quantize_whole(self.matrix(slice), axis, &scheme, inputs.of(slice), factors)
+        };
+        self.stacked(&(0..slices).map(of_slice).collect::<Result<Vec<_>, _>>()?, task)
     }
 
     fn matrix(&self, slice: usize) -> Tensor<2> {
@@ -104,7 +122,18 @@ impl<const D: usize> AnyWeight for Tensor<D> {
         slices: &[Fp4Tensor<2>],
         task: &WeightTask<'_>,
     ) -> Result<PackedWeight, OpsError> {
-        Ok(PackedWeight::from(stacked::<D>(slices, task)?))
+        let codes = slices.iter().map(Fp4Tensor::codes).collect();
+        let scales = slices.iter().map(Fp4Tensor::scales).collect();
+        let tensor_scales: Vec<_> = slices.iter().map(Fp4Tensor::tensor_scale_bits).collect();
+        let tensor_scale = match task.scheme().tensor_scale {
+            TensorScaling::Row => Tensor::cat(tensor_scales, 0),
+            _ => tensor_scales[0].clone(),
+        };
+        // A copy even of one: the members of a family are parts of one memory, which each would
+        // keep.
+        let (codes, scales) = (Tensor::cat(codes, 0), Tensor::cat(scales, 0));
+        let layout = task.plan.layout.clone();
+        Ok(Fp4Tensor::<D>::from_parts_unread(codes, scales, tensor_scale, layout)?.into())
     }
 
     fn rounded(&self, packed: &PackedWeight) -> Box<dyn AnyWeight> {
@@ -191,30 +220,6 @@ impl WeightTask<'_> {
     }
 }
 
-fn quantize_weight<const D: usize>(
-    dense: &Tensor<D>,
-    task: &WeightTask<'_>,
-    factors: &mut HessianFactorCache,
-) -> Result<Fp4Tensor<D>, OpsError> {
-    let method = task.method_used().method;
-    let (scheme, layout) = (task.scheme().with_method(method), &task.plan.layout);
-    let slices = task.plan.slices();
-    let inputs = task.inputs.as_ref().filter(|_| method.needs_inputs());
-    let Some(inputs) = inputs.filter(|_| slices > 1) else {
-        let gram = inputs.and_then(|inputs| inputs.of(0));
-        return quantize_whole(dense.clone(), layout.axis, &scheme, gram, factors);
-    };
-    // Slices share the tensor scale of the whole, which has none to be shared of a value like this.
-    if let Some(found) = task.amax.filter(|amax| !amax.is_finite()) {
-        return Err(OpsError::NonFinite { found });
-    }
-    let axis = layout.axis - (D - 2);
-    let of_slice = |slice: usize| {
-        quantize_whole(dense.matrix(slice), axis, &scheme, inputs.of(slice), factors)
-    };
-    stacked(&(0..slices).map(of_slice).collect::<Result<Vec<_>, _>>()?, task)
-}
-
 /// Quantizes a weight as a whole: with the method of the scheme, or with the squared error if that
 /// takes statistics of inputs and there are none.
 fn quantize_whole<const D: usize>(
@@ -270,27 +275,9 @@ pub(crate) fn quantize_without_inputs<const D: usize>(
     }
 }
 
-/// Puts the slices of a weight together, with one tensor scale for all of them or one per row.
-fn stacked<const D: usize>(
-    slices: &[Fp4Tensor<2>],
-    task: &WeightTask<'_>,
-) -> Result<Fp4Tensor<D>, OpsError> {
-    let codes = slices.iter().map(Fp4Tensor::codes).collect();
-    let scales = slices.iter().map(Fp4Tensor::scales).collect();
-    let tensor_scales: Vec<_> = slices.iter().map(Fp4Tensor::tensor_scale_bits).collect();
-    let tensor_scale = match task.scheme().tensor_scale {
-        TensorScaling::Row => Tensor::cat(tensor_scales, 0),
-        _ => tensor_scales[0].clone(),
-    };
-    // A copy even of one: the members of a family are parts of one memory, which each would keep.
-    let (codes, scales) = (Tensor::cat(codes, 0), Tensor::cat(scales, 0));
-    Fp4Tensor::from_parts_unread(codes, scales, tensor_scale, task.plan.layout.clone())
-}
-
 /// The Hessian factor that GPTQ computed last, with the Gram matrix and the transform of the inputs
-/// that it is made of. Slices of a
-/// weight may share a Gram matrix, and so may weights that are not a family because their blocks
-/// run along other axes.
+/// that it is made of. Slices of a weight may share a Gram matrix, and so may weights that are not
+/// a family because their blocks run along other axes.
 #[derive(Default)]
 pub(crate) struct HessianFactorCache {
     last: Option<(Arc<Gram>, Option<Hadamard>, Arc<HessianFactor>)>,

@@ -323,10 +323,12 @@ fn decide(
     };
     let info = |at: usize| info(&parameters[at], config, fits[at]);
     let mut weights: Vec<_> = (0..parameters.len()).map(info).collect();
-    // A layer may be each of the chosen weights.
-    let chosen = policy.decide(&weights, &by(Fused::Apart))?.weights;
-    for (at, layer, count) in layers(parameters, &chosen) {
-        weights[at].layer = Some((layer, count));
+    if config.keep_first > 0 || config.keep_last > 0 {
+        // A layer may be each of the chosen weights.
+        let chosen = policy.decide(&weights, &by(Fused::Apart))?.weights;
+        for (at, layer, count) in layers(parameters, &chosen) {
+            weights[at].layer = Some((layer, count));
+        }
     }
     if let Some(lists) = lists {
         weights.iter_mut().for_each(|weight| weight.family = lists.family(weight.name));

@@ -7,7 +7,7 @@ use burn_fp4_search::host::AttentionShape;
 
 use super::rope::Positions;
 use crate::devices::decoder::{DecoderBackend, attends_to, has_host_decoder};
-use crate::devices::weight_data;
+use crate::devices::extension::weight_data;
 
 /// Rotated keys, and values, of an attention layer, by position:
 /// `[batch, kv_heads, capacity, head_dim]`.

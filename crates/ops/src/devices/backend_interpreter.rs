@@ -1,28 +1,12 @@
-//! [`BackendInterpreter`]: recorded operations on any backend.
-
-use core::fmt::Debug;
+//! [`BackendInterpreter`] of every backend.
 
 use burn::backend::{BackendTensor, DispatchKindConversion, DispatchTensor};
 use burn::tensor::{Shape, TensorData};
 use burn_ir::{BackendIr, HandleKind, OperationIr, TensorId, TensorIr};
 use burn_router::TensorInterpreter;
 
-use super::extension::Fp4Backend;
+use super::extension::{BackendInterpreter, Fp4Backend};
 use crate::deterministic;
-
-/// Runs recorded operations on a backend. The trait hides which.
-pub(crate) trait BackendInterpreter: Debug {
-    /// Sets the values of a tensor.
-    fn insert_data(&mut self, id: TensorId, data: TensorData);
-    /// Sets a tensor. The error is the reason why it cannot.
-    fn insert(&mut self, id: TensorId, tensor: DispatchTensor) -> Result<(), String>;
-    /// Runs an operation, with a fixed kernel if it sums.
-    fn run(&mut self, operation: &OperationIr);
-    /// Returns a computed tensor.
-    fn tensor(&mut self, tensor: &TensorIr) -> DispatchTensor;
-    /// Returns a computed float tensor `[.., channels]` as a matrix `[rows, channels]`.
-    fn matrix(&mut self, tensor: &TensorIr) -> DispatchTensor;
-}
 
 impl<B: BackendIr + Fp4Backend> BackendInterpreter for TensorInterpreter<B>
 where

@@ -1,4 +1,5 @@
-//! [`Fp4Backend`]: the FP4 operations of a backend, with defaults made of tensor operations.
+//! [`Fp4Backend`]: the FP4 operations of a backend, with defaults made of tensor operations. The
+//! facts of each device.
 
 // Burn 0.22 deprecates `NdArray`.
 #![allow(deprecated)]
@@ -8,18 +9,22 @@
     allow(unused_variables)
 )]
 
+use core::fmt::Debug;
 use std::sync::Arc;
 
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata, backend_extension};
-use burn::tensor::FloatDType;
+use burn::backend::{Backend, DispatchDevice, DispatchTensor, TensorMetadata, backend_extension};
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
+use burn::tensor::{Device, FloatDType, TensorData};
 use burn_fp4_search::host::DequantTarget;
 use burn_fp4_search::{Draw, Fp4Scheme, GramLayout, Hadamard};
+use burn_ir::{OperationIr, TensorId, TensorIr};
+use burn_router::TensorInterpreter;
 
 use super::portable::bias::add_bias;
 use super::portable::{dequantize, dequantize_transformed, gram, hadamard, on_host, quantize};
+use crate::error::OpsError;
 use crate::hessian_factor::HessianFactor;
 use crate::layout::{Fp4Layout, Fp4Primitive};
 #[cfg(feature = "cube")]
@@ -222,5 +227,108 @@ pub trait Fp4Backend: Backend {
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
         dequantize::squared_error::<Self>(values, packed, layout, Self::fp4_deterministic_sum)
+    }
+}
+
+/// Facts of a device.
+struct DeviceRow {
+    /// True if its tensors are in host memory.
+    is_host: bool,
+    /// True if a tensor can repeat one value in any shape without copies.
+    repeats_values: bool,
+    /// Makes the interpreter of recorded operations.
+    interpreter: Box<dyn FnOnce() -> Box<dyn BackendInterpreter>>,
+}
+
+/// Runs recorded operations on a backend. The trait hides which.
+pub(crate) trait BackendInterpreter: Debug {
+    /// Sets the values of a tensor.
+    fn insert_data(&mut self, id: TensorId, data: TensorData);
+    /// Sets a tensor. The error is the reason why it cannot.
+    fn insert(&mut self, id: TensorId, tensor: DispatchTensor) -> Result<(), String>;
+    /// Runs an operation, with a fixed kernel if it sums.
+    fn run(&mut self, operation: &OperationIr);
+    /// Returns a computed tensor.
+    fn tensor(&mut self, tensor: &TensorIr) -> DispatchTensor;
+    /// Returns a computed float tensor `[.., channels]` as a matrix `[rows, channels]`.
+    fn matrix(&mut self, tensor: &TensorIr) -> DispatchTensor;
+}
+
+/// Returns the facts of a device, if this build has code for it.
+fn row(device: &Device) -> Option<DeviceRow> {
+    match device.clone().inner().as_dispatch() {
+        #[cfg(feature = "flex")]
+        &DispatchDevice::Flex(device) => Some(DeviceRow {
+            is_host: true,
+            repeats_values: true,
+            interpreter: Box::new(move || {
+                Box::new(TensorInterpreter::<burn::backend::Flex>::new(device))
+            }),
+        }),
+        #[cfg(feature = "ndarray")]
+        &DispatchDevice::NdArray(device) => Some(DeviceRow {
+            is_host: true,
+            repeats_values: false,
+            interpreter: Box::new(move || {
+                Box::new(TensorInterpreter::<burn::backend::NdArray>::new(device))
+            }),
+        }),
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(device) => {
+            let device = device.clone();
+            Some(DeviceRow {
+                is_host: false,
+                repeats_values: true,
+                interpreter: Box::new(move || {
+                    Box::new(TensorInterpreter::<burn::backend::Cube>::new(device))
+                }),
+            })
+        }
+        #[allow(unreachable_patterns)]
+        _ => None,
+    }
+}
+
+/// Returns true if tensors of a device are in host memory.
+#[must_use]
+pub fn is_host(device: &Device) -> bool {
+    row(device).is_some_and(|row| row.is_host)
+}
+
+/// Moves the values of a weight to memory that a device reads fast: on `flex` to huge pages, which
+/// weights share. A tensor made of the data keeps that memory. Other devices copy the data anyway.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fp4_ops::weight_data;
+///
+/// let (device, data) = (Device::flex(), TensorData::from([[0.5f32; 64]; 64]));
+/// let weight = Tensor::<2>::from_data(weight_data(data.clone(), &device), &device);
+/// assert_eq!(weight.into_data(), data);
+/// ```
+#[must_use]
+pub fn weight_data(data: TensorData, device: &Device) -> TensorData {
+    match device.clone().inner().as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => super::huge_pages::moved(data),
+        #[allow(unreachable_patterns)]
+        _ => data,
+    }
+}
+
+/// Returns true if tensors of a device can repeat one value in any shape without copies.
+#[must_use]
+pub fn repeats_values(device: &Device) -> bool {
+    row(device).is_none_or(|row| row.repeats_values)
+}
+
+/// Makes an interpreter of recorded operations on a device.
+///
+/// # Errors
+/// [`OpsError::Device`] if the device cannot run recorded operations.
+pub(crate) fn interpreter(device: &Device) -> Result<Box<dyn BackendInterpreter>, OpsError> {
+    match row(device) {
+        Some(row) => Ok((row.interpreter)()),
+        None => Err(OpsError::Device(format!("{device:?} cannot run recorded operations"))),
     }
 }

@@ -14,7 +14,7 @@ use pulp::{
 
 use super::dequantize::PackedView;
 use super::scale_grid::scale_values;
-use crate::e2m1::twice_element;
+use crate::rounding::twice_element;
 
 /// Number of channels decoded together: two codes of each of 16 bytes.
 pub(super) const GROUP: usize = 32;

@@ -5,9 +5,8 @@ use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
 use super::arch::{TASK, arch};
-use super::element::HostElement;
+use super::dense::{HostElement, View};
 use super::simd_batch::{BATCH, BatchOrder, BlockBatch};
-use super::view::View;
 use crate::error::SearchError;
 
 /// Borrows a quantized tensor in host memory, for the functions of the host engine; [`Packed`] owns

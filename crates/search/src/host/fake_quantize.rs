@@ -2,10 +2,9 @@
 
 use burn_fp4_formats::check_length;
 
+use super::dense::{HostElement, View};
 use super::dequantize::{PackedView, dequantize};
-use super::element::HostElement;
 use super::quantize::quantize_packed;
-use super::view::View;
 use crate::error::SearchError;
 use crate::importance::Importance;
 use crate::scheme::Fp4Scheme;

@@ -15,9 +15,8 @@
 use burn_fp4_formats::{E2M1, E2M1_VALUES, Packed, check_length};
 use rayon::prelude::*;
 
+use super::dense::View;
 use super::quantize::quantize_packed;
-use super::view::View;
-use crate::e2m1::nearest_element;
 use crate::error::SearchError;
 use crate::gptq::Gptq;
 use crate::gram::Gram;
@@ -25,8 +24,9 @@ use crate::hessian_factor::HessianFactor;
 use crate::importance::Importance;
 use crate::matrix::{Matrix, add_product, product};
 use crate::method::Method;
+use crate::rounding::nearest_element;
+use crate::rule::TensorFactor;
 use crate::scheme::Fp4Scheme;
-use crate::tensor_scale::TensorFactor;
 
 impl Gptq {
     /// Quantizes a weight `[rows, cols]` whose rows are multiplied by activations with this Gram

@@ -5,8 +5,7 @@ use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
 use super::arch::{TASK, arch};
-use super::element::HostElement;
-use super::view::View;
+use super::dense::{HostElement, View};
 use crate::error::SearchError;
 use crate::hadamard::Hadamard;
 

@@ -4,7 +4,7 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::arch::{arch, is_worth_threads, per_microsecond};
-use super::element::HostElement;
+use super::dense::HostElement;
 
 /// Number of channels of a chunk: two codes of each of 64 bytes.
 pub(super) const CHUNK: usize = 128;

@@ -8,8 +8,8 @@ use rayon::prelude::*;
 
 use super::arch::{is_worth_threads, per_microsecond};
 use super::decode::{prefetch, prefetch_distance};
+use super::dense::HostElement;
 use super::dequantize::PackedView;
-use super::element::HostElement;
 use super::int8_input::{CHUNK, Chunk, Int8Input, LANES, block_lane};
 use super::int8_instructions::Instructions;
 use super::int8_lanes::{LaneWork, Lanes};

@@ -8,12 +8,11 @@ use rayon::prelude::*;
 
 use super::arch::{arch, is_worth_threads, per_microsecond};
 use super::decode::{GROUP, PackedRow, prefetch, prefetch_distance};
+use super::dense::{HostElement, View};
 use super::dequantize::PackedView;
-use super::element::HostElement;
 use super::int8_instructions::Instructions;
 use super::int8_matmul::int8_matmul;
 use super::panels::{self, PANEL};
-use super::view::View;
 use crate::activations::Activations;
 use crate::error::SearchError;
 
@@ -277,7 +276,8 @@ impl Products<'_> {
                             _ => 1,
                         };
                         for row in (0..rows).step_by(ROWS) {
-                            let place = Tile { block: inputs.start, from, row, rows, begin, end };
+                            let place =
+                                OutputTile { block: inputs.start, from, row, rows, begin, end };
                             let (decoded, sums) = (&decoded[..], sums.slice_mut());
                             match tile {
                                 6 => place
@@ -315,7 +315,7 @@ fn decode<S: Simd, const BLOCKS: usize>(
 }
 
 /// Some rows of the input and decoded rows, in some channels.
-struct Tile {
+struct OutputTile {
     /// First row of the input whose sums are kept.
     block: usize,
     from: usize,
@@ -326,7 +326,7 @@ struct Tile {
     end: usize,
 }
 
-impl Tile {
+impl OutputTile {
     /// Sums the products of each of `M` rows of the input with each of `ROWS` rows of the weight.
     #[inline(always)]
     fn dots<S: Simd, const M: usize>(
@@ -389,8 +389,8 @@ impl Tile {
     }
 }
 
-/// Sums products of rows that are decoded on the fly: the same sums as [`Tile::dots`], in the same
-/// order.
+/// Sums products of rows that are decoded on the fly: the same sums as [`OutputTile::dots`], in the
+/// same order.
 #[inline(always)]
 fn straight_dots<S: Simd, const BLOCKS: usize, const M: usize>(
     simd: S,

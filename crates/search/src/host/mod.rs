@@ -27,14 +27,14 @@
 //! | `decoder/`               | a decoder besides its quantized products                    |
 //! | `int8_weight.rs`         | matrices of signed bytes, for output layers                 |
 //! | `arch.rs`                | the SIMD instructions and the sizes of tasks                |
-//! | `element.rs`, `view.rs`  | f32, bf16 and f16; the blocked axis of a tensor             |
+//! | `dense.rs`               | dense tensors: f32, bf16 and f16, and their blocked axis    |
 
 mod arch;
 mod decode;
 mod decoder;
+mod dense;
 mod dequantize;
 mod dots;
-mod element;
 mod fake_quantize;
 mod gptq;
 mod gram;
@@ -55,14 +55,13 @@ mod scale_grid;
 mod search;
 mod simd_batch;
 mod tile_reduce;
-mod view;
 
 pub use decoder::{
     AttentionShape, MAX_HEAD_DIM, Rotary, SampleOptions, add_rms_norm, attention, gemv, gemv_rows,
     rms_norm, sample, swiglu,
 };
+pub use dense::{HostElement, View};
 pub use dequantize::{PackedView, dequantize, squared_error};
-pub use element::HostElement;
 pub use fake_quantize::{DequantTarget, fake_quantize};
 pub use gram::add_gram;
 pub use hadamard::hadamard;
@@ -71,4 +70,3 @@ pub use matmul::matmul;
 pub use quantize::{
     amax, quantize, quantize_by_importance, quantize_packed, row_amax, tensor_amax,
 };
-pub use view::View;

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::arch::{is_worth_threads, per_microsecond};
-use super::element::HostElement;
+use super::dense::HostElement;
 
 /// Number of packed rows of a panel.
 pub(super) const PANEL: usize = 16;

@@ -5,16 +5,15 @@ use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
 use super::arch::{SEARCH_TASK, TASK, arch};
-use super::element::HostElement;
+use super::dense::{HostElement, View};
 use super::search::Choose;
 use super::simd_batch::{BATCH, BatchOrder, BlockBatch, MAX_BLOCK, larger};
-use super::view::View;
 use crate::error::SearchError;
 use crate::importance::Importance;
 use crate::method::Method;
 use crate::rounding::Rounding;
-use crate::scheme::{Blocks, Fp4Scheme};
-use crate::tensor_scale::{TensorFactor, TensorScaling};
+use crate::rule::TensorFactor;
+use crate::scheme::{Blocks, Fp4Scheme, TensorScaling};
 
 /// Computes the amax for the tensor scale: one value, or one per packed row.
 ///

@@ -14,14 +14,16 @@ use core::hint::black_box;
 
 use burn_fp4_formats::{BLOCK_SIZES, Fp4Format};
 
-use super::element::HostElement;
+use super::dense::HostElement;
 use super::scale_grid::{ByFormat, Scales, by_format, scale_values};
-use crate::e2m1::{round_stochastically, round_to_e2m1, signed_twice, twice_element};
-use crate::rounding::{Draw, Rounding};
-use crate::rule::{Normalization, ScaleForm, ScaleRule, at_least_smallest, reciprocal};
+use crate::rounding::{
+    Draw, Rounding, round_stochastically, round_to_e2m1, signed_twice, twice_element,
+};
+use crate::rule::{
+    Normalization, ScaleForm, ScaleRule, TensorFactor, at_least_smallest, reciprocal,
+};
 use crate::scale_grid::SIXTH;
 use crate::scheme::Fp4Scheme;
-use crate::tensor_scale::TensorFactor;
 
 /// Number of blocks of a batch. With f32 values, codes and scales it stays in the first-level
 /// cache.

@@ -1,8 +1,7 @@
 //! The rule's scale, computed from the largest magnitude of the block.
 
 use super::block::{Block, Choice};
-use crate::scheme::Fp4Scheme;
-use crate::tensor_scale::TensorScaling;
+use crate::scheme::{Fp4Scheme, TensorScaling};
 
 /// Computes the amax for the tensor scale: one value, or one per row.
 ///

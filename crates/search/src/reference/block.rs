@@ -2,9 +2,9 @@
 
 use burn_fp4_formats::E2M1;
 
+use crate::rule::TensorFactor;
 use crate::scale_grid::{BlockNormalization, is_zero};
 use crate::scheme::Fp4Scheme;
-use crate::tensor_scale::TensorFactor;
 
 /// A block, or the rows of a tile, with one tensor factor.
 pub(super) struct Block<'a> {

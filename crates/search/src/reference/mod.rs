@@ -34,8 +34,8 @@ use crate::error::SearchError;
 use crate::importance::Importance;
 use crate::method::{Admm, Method};
 use crate::rounding::{Draw, Rounding, stochastic_code};
+use crate::rule::TensorFactor;
 use crate::scheme::Fp4Scheme;
-use crate::tensor_scale::TensorFactor;
 
 /// Quantizes a row-major `[rows, cols]` matrix, whose blocks run along its rows, with the reference
 /// quantizer.

@@ -2,8 +2,8 @@
 
 use super::block::{Block, Choice};
 use super::coordinate_descent;
-use crate::e2m1::nearest_element;
 use crate::importance::BlockHessian;
+use crate::rounding::nearest_element;
 use crate::scale_grid::BlockNormalization;
 
 /// A normalized block to approximate, with the cost of errors.

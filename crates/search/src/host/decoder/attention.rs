@@ -113,7 +113,7 @@ pub fn attention(
         let from = head(token / tokens * kv_heads + kv_head, 0);
         let [keys, values] =
             [key_cache, value_cache].map(|cache| &cache[from..][..(position + 1) * head_dim]);
-        arch().dispatch(Group { queries, keys, values, rotary, position, head_dim });
+        arch().dispatch(QueryGroup { queries, keys, values, rotary, position, head_dim });
     };
     let read: usize = positions.iter().map(|position| position + 1).sum();
     if is_worth_threads(2 * batch * heads * head_dim * read, per_microsecond::ATTENTION) {
@@ -125,7 +125,7 @@ pub fn attention(
 }
 
 /// The query heads of a token that share a head of keys and values.
-struct Group<'a> {
+struct QueryGroup<'a> {
     queries: &'a mut [f32],
     /// Of all positions that the token reads.
     keys: &'a [f32],
@@ -135,7 +135,7 @@ struct Group<'a> {
     head_dim: usize,
 }
 
-impl WithSimd for Group<'_> {
+impl WithSimd for QueryGroup<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -152,7 +152,7 @@ impl WithSimd for Group<'_> {
     }
 }
 
-impl Group<'_> {
+impl QueryGroup<'_> {
     /// Replaces `M` heads of queries by their outputs: softmax over chunks of keys, whose sums are
     /// scaled where a later chunk has a larger score.
     #[inline(always)]

@@ -4,10 +4,10 @@
 use super::hessian::{Descent, Line, Lines, cost};
 use super::solution::Solutions;
 use super::sse::start;
-use crate::e2m1::nearest_element;
 use crate::host::simd_batch::{BATCH, BlockBatch};
 use crate::importance::BlockHessian;
 use crate::method::Method;
+use crate::rounding::nearest_element;
 use crate::rule::ScaleRule;
 use crate::scheme::Fp4Scheme;
 

@@ -1,10 +1,10 @@
 //! The better of two scales for every block of a batch; see `reference/four_over_six.rs`.
 
-use crate::e2m1::{round_to_e2m1, twice_element};
 use crate::host::scale_grid::Scales;
 use crate::host::simd_batch::{BATCH, BlockBatch, positive_zero};
 use crate::host::tile_reduce::sum_tiles;
 use crate::method::ErrorMetric;
+use crate::rounding::{round_to_e2m1, twice_element};
 use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {

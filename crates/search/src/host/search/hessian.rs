@@ -2,10 +2,10 @@
 //! `reference/hessian.rs` is the definition, and explains why the search may stop early.
 
 use super::sse::{is_better, start};
-use crate::e2m1::nearest_element;
 use crate::host::scale_grid::Scales;
 use crate::host::simd_batch::{BATCH, BlockBatch, BlockNormalizations};
 use crate::importance::BlockHessian;
+use crate::rounding::nearest_element;
 use crate::rule::ScaleRule;
 use crate::scheme::Fp4Scheme;
 

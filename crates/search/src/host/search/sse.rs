@@ -1,10 +1,10 @@
 //! The scales with the smallest squared error, for a batch of blocks. `reference/sse.rs` is the
 //! definition, and explains why a window of scales is enough.
 
-use crate::e2m1::nearest_magnitude;
 use crate::host::scale_grid::{Scales, Window};
 use crate::host::simd_batch::{BATCH, BlockBatch};
 use crate::host::tile_reduce::sum_tiles;
+use crate::rounding::nearest_magnitude;
 use crate::scheme::Fp4Scheme;
 
 impl<const B: usize> BlockBatch<B> {

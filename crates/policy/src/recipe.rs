@@ -423,6 +423,7 @@ mod tests {
             dialect: Some("modelopt".to_owned()),
             method: Some(Method::SSE),
             rule: Some(ScaleRule::Even),
+            hadamard: Some(64),
             preset: None,
             keep: vec!["a".to_owned()],
             only: vec!["*".to_owned()],
@@ -436,6 +437,28 @@ mod tests {
         assert_eq!(Recipe::parse(&text).unwrap(), recipe, "{text}");
         assert_eq!(Recipe::parse("").unwrap(), Recipe::default());
         assert_eq!(Recipe::default().to_toml().unwrap(), "");
+    }
+
+    #[test]
+    fn a_transform_is_a_size_and_tables_may_have_none() {
+        let weights = |text: &str| {
+            let recipe = Recipe::parse(text).unwrap();
+            let sizes = |scheme: &Fp4Scheme| scheme.hadamard.map(Hadamard::size);
+            let base = recipe.base().map(|scheme| sizes(&scheme));
+            let tables = recipe.schemes().map(|all| all[0].as_ref().and_then(sizes));
+            (base, tables)
+        };
+        let of = |entry: &str| {
+            let text = format!("hadamard = 64\n[[weights]]\nnames = ['*']\n{entry}");
+            let (base, table) = weights(&text);
+            (base.unwrap(), table.unwrap())
+        };
+        assert_eq!(of("format = 'mxfp4'"), (Some(64), Some(64)));
+        assert_eq!(of("hadamard = 32"), (Some(64), Some(32)));
+        assert_eq!(of("hadamard = 0"), (Some(64), None));
+        let (base, _) = weights("hadamard = 48\n[[weights]]\nnames = ['*']\nmethod = 'sse'");
+        let error = base.unwrap_err().to_string();
+        assert!(error.contains("48") && error.contains("16, 32, 64, 128"), "{error}");
     }
 
     #[test]

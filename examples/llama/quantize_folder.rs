@@ -1,6 +1,5 @@
 //! [`QuantizeFolder`]: the model of a folder, of any size, quantized stage by stage.
 
-use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
@@ -432,11 +431,11 @@ impl Work<'_, '_> {
             Stage::Layer(layer) => layer,
             Stage::Head => layers,
         };
-        let (bar, begun) = (&self.bar, Cell::new(false));
+        let bar = &self.bar;
         options(self.job.device).on_progress(move |told| {
             let before = (told.total * layer) as u64;
             // The layers of an earlier run do not tell how long the others take.
-            if !begun.replace(true) && bar.position() == 0 {
+            if before > 0 && bar.position() == 0 {
                 bar.set_position(before);
                 bar.reset_eta();
             }

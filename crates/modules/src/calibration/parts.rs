@@ -366,7 +366,7 @@ mod tests {
         (0..3).map(block).collect()
     }
 
-    fn whole_forward(blocks: &Vec<Block>, x: Tensor<2>) -> Vec<Tensor<2>> {
+    fn whole_forward(blocks: &[Block], x: Tensor<2>) -> Vec<Tensor<2>> {
         blocks.iter().fold(vec![x], |activations, block| block.forward(activations))
     }
 
@@ -420,6 +420,7 @@ mod tests {
         let random = |rows| Tensor::random([rows, 32], Distribution::Normal(0.0, 1.0), &device);
         let batches: Vec<Tensor<2>> = [40, 40, 24, 40].map(random).to_vec();
         let config = Fp4Config::nvfp4().method(Method::GPTQ).exclude("1.up.weight");
+        let forward = |blocks: &Vec<Block>, x| whole_forward(blocks, x);
         // One batch in flight, some, and all of them.
         for memory in [1, 60_000, usize::MAX] {
             for on in [Calibrated::Dense, Calibrated::Sequential] {
@@ -429,11 +430,11 @@ mod tests {
                     Calibrated::Dense => {
                         let calibrate =
                             Calibration::of(&whole).options(options.for_config(&config));
-                        let found = calibrate.run(batches.clone(), whole_forward).unwrap();
+                        let found = calibrate.run(batches.clone(), forward).unwrap();
                         whole.quantize_fp4(&config.with_calibration(&found)).unwrap()
                     }
                     Calibrated::Sequential => whole
-                        .quantize_fp4_sequential(&config, options, batches.clone(), whole_forward)
+                        .quantize_fp4_sequential(&config, options, batches.clone(), forward)
                         .unwrap(),
                 };
                 let (report, packed) = in_parts(&blocks, &config, on, memory, &batches);

@@ -12,7 +12,8 @@ use burn_fp4::checkpoints::{
 };
 use burn_fp4::formats::bf16;
 use burn_fp4::{
-    Checkpoint, CheckpointMap, Fp4Module, LoadCheckpoint, LoadReport, Mismatch, WriteReport,
+    Checkpoint, CheckpointMap, Fp4Module, LoadCheckpoint, LoadReport, Loaded, LoadedParameter,
+    Mismatch, WriteReport,
 };
 use examples::progress;
 use tokenizers::Tokenizer;
@@ -95,12 +96,22 @@ impl Folder {
         Ok(Checkpoint::open(self.checkpoint.container().root())?)
     }
 
-    /// Checks that the folder has the weights of a model and no others. Reads no values.
+    /// Checks that the folder has the weights of a model, none of them in FP4, and no others. Reads
+    /// no values.
     ///
     /// # Errors
-    /// A weight does not fit the config, or the model has no such weight.
-    pub fn check<L: Projection>(&self, model: &Llama<L>) -> Result<()> {
-        self.refuse_unused(&self.checkpoint.check_load(model, &names().allow_unused())?)
+    /// A weight does not fit the config or is FP4, or the model has no such weight.
+    pub fn check_dense<L: Projection>(&self, model: &Llama<L>) -> Result<()> {
+        let report = self.checkpoint.check_load(model, &names().allow_unused())?;
+        self.refuse_unused(&report)?;
+        let packed = |one: &&LoadedParameter| matches!(one.loaded, Loaded::Packed { .. });
+        if let Some(LoadedParameter { path, .. }) = report.parameters.iter().find(packed) {
+            bail!(
+                "`{path}` is FP4 already; quantize the dense model, or decode this one by `fp4 \
+                 convert --decode-fp4 bf16`"
+            );
+        }
+        Ok(())
     }
 
     fn refuse_unused(&self, report: &LoadReport) -> Result<()> {

@@ -99,7 +99,15 @@ impl QuantizeFolder<'_> {
         let context = self.options.calibration.context;
         shapes.max_position_embeddings = shapes.max_position_embeddings.min(context);
         let whole = Llama::<Linear>::new(&shapes, self.device)?;
-        self.folder.check(&whole)?;
+        self.folder.check_dense(&whole)?;
+        let transforms = self.config.scheme.hadamard.is_some();
+        if self.resume && self.options.sequential && transforms {
+            // Layers are read back from the unfinished folder, whose other layers have no matrix.
+            bail!(
+                "--resume cannot go on with --sequential and --hadamard; remove the unfinished \
+                 folder and run the command without --resume"
+            );
+        }
         let decided = Fp4Parts::new(&whole, self.config)?;
         let source = self.folder.checkpoint().model()?;
         let (outline, copied) = self.outline(&decided, &source)?;

@@ -5,12 +5,12 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fp4::{
-    Calibration, Checkpoint, CheckpointMap, Fp4Config, Fp4Linear, Fp4Module, KeepReason,
+    Calibration, Checkpoint, CheckpointMap, Fp4Config, Fp4Error, Fp4Linear, Fp4Module, KeepReason,
     LoadCheckpoint, Outcome, PackedWeight,
 };
 use burn_fp4_ops::{
-    Activations, Fp4Scheme, Fp4Tensor, Gptq, Hadamard, Importance, Method, OpsError, embedding,
-    fake_quantize, gram, hadamard, inverse_hadamard, linear, linear_with, quantize,
+    Activations, Fp4Scheme, Fp4Tensor, Gptq, Hadamard, Importance, Method, OpsError, TrainRecipe,
+    embedding, fake_quantize, gram, hadamard, inverse_hadamard, linear, linear_with, quantize,
     quantize_by_importance, quantize_gptq, quantize_with_best_tensor_scale,
 };
 use burn_fp4_search::SearchError;
@@ -200,6 +200,10 @@ fn what_has_no_transform_refuses_it() {
     let scheme = Fp4Scheme::nvfp4().with_hadamard(Some(of_size(32)));
     let refused = fake_quantize(weight([64, 8], &device), 0, &scheme);
     assert!(matches!(refused, Err(OpsError::Search(SearchError::Untransformed))), "{refused:?}");
+    let trained = model(&device).fake_quantize_fp4(&Fp4Config::new(scheme));
+    assert!(matches!(trained, Err(Fp4Error::FakeQuantization { .. })), "{trained:?}");
+    let recipe = TrainRecipe { weights: Some(scheme), ..TrainRecipe::NVFP4 };
+    assert!(matches!(recipe.validate(), Err(OpsError::Recipe { part: "weights", .. })));
     let odd = quantize(weight([48, 8], &device), 0, &scheme);
     let expected = OpsError::Indivisible { axis: 0, length: 48, block_size: 32 };
     assert_eq!(odd.map(|_| ()), Err(expected));

@@ -454,6 +454,9 @@ impl Fp4Weight<'_> {
     ///
     /// [`to_packed`](Self::to_packed) and this project's order of products differ by 1 ulp at
     /// most.
+    ///
+    /// # Panics
+    /// If the size of the transform does not divide the columns. Weights of files are checked.
     #[must_use]
     pub fn dequantize(&self) -> Vec<f32> {
         let row = self.format.row();
@@ -480,7 +483,7 @@ impl Fp4Weight<'_> {
         let mut back = vec![0.0; values.len()];
         match host::hadamard(&values, rows, hadamard, true, &mut back) {
             Ok(()) => back,
-            Err(error) => unreachable!("checked when the weight was made: {error}"),
+            Err(error) => panic!("a weight of {} columns: {error}", self.cols()),
         }
     }
 }

@@ -3,8 +3,6 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use burn_fp4_policy::search::Hadamard;
-
 use crate::error::{CheckpointError, TensorProblem};
 use crate::fp4::{Fp4Weight, Numbers, TensorScale};
 use crate::storage::Storage;
@@ -118,6 +116,6 @@ fn facts(weight: &Fp4Weight<'_>) -> [(&'static str, String); 7] {
         ("transposed", weight.transposed.to_string()),
         ("tensor scale", scale.to_owned()),
         ("order of products", format!("{:?}", weight.order)),
-        ("Hadamard transform", format!("{:?}", weight.hadamard.map(Hadamard::size))),
+        ("Hadamard transform", format!("{:?}", weight.hadamard)),
     ]
 }

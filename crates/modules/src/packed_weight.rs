@@ -223,7 +223,8 @@ impl PackedWeight {
     /// Parses the size of a transform, and its signs if it has some.
     fn parse_hadamard(text: &str) -> Option<Hadamard> {
         match text.split_once('x') {
-            Some((_, signs)) => Some(Hadamard::with_signs(u16::from_str_radix(signs, 16).ok()?)),
+            Some(("16", signs)) => Some(Hadamard::with_signs(u16::from_str_radix(signs, 16).ok()?)),
+            Some(_) => None,
             None => Hadamard::of_size(text.parse().ok()?).ok(),
         }
     }

@@ -57,7 +57,8 @@ pub fn quantize_gptq<const D: usize>(
 ///
 /// Runs where the Hessian factor was computed. A device reads nothing back unless the scheme
 /// rejects values that are not finite. Without that check the codes of such values mean nothing.
-/// The host always rejects them.
+/// The host always rejects them. If the scheme has a Hadamard transform, the Hessian factor has to
+/// be that of the transformed inputs: of [`Gram::transformed`].
 ///
 /// ```
 /// use std::sync::Arc;

@@ -32,6 +32,9 @@ use crate::tensor::Fp4Tensor;
 /// # Ok::<(), burn_fp4_ops::OpsError>(())
 /// ```
 ///
+/// If the scheme has a Hadamard transform, the importance has to be that of the transformed inputs:
+/// of [`Gram::transformed`](burn_fp4_search::Gram::transformed).
+///
 /// # Errors
 /// As [`quantize`](crate::quantize); [`OpsError::Search`] if the search takes another kind of
 /// importance, or the number of channels differs; [`OpsError::TooLarge`] for too many Hessians.

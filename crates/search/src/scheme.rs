@@ -357,7 +357,7 @@ impl Fp4Scheme {
         if self.blocks == Blocks::Tile16x16 && self.hadamard.is_some() {
             return refuse(
                 "Blocks::Tile16x16",
-                "a Hadamard transform has the rows of a matrix only",
+                "a tile spans 16 rows, and a Hadamard transform runs along each",
             );
         }
         if matches!(self.method, Method::FourOverSix { .. })

@@ -10,8 +10,9 @@ use serde::Serialize;
 
 use super::{DeviceOptions, TextOptions, print, saved_lines};
 
-/// Quantize a model of any size; calibrate it on a text if the method needs it. One decoder layer
-/// is in memory at a time.
+/// Quantize a model of any size; calibrate it on a text if the method needs it. In memory are one
+/// decoder layer at a time (or the embedding, or the lm_head), the statistics of its inputs, and the
+/// activations of all windows: about 16 bytes for each token and channel.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Hugging Face folder, dense or FP8.
@@ -22,7 +23,7 @@ pub(crate) struct Arguments {
     #[arg(
         long,
         value_name = "FILE.toml",
-        conflicts_with_all = ["format", "method", "damping"],
+        conflicts_with_all = ["format", "method", "damping", "hadamard"],
     )]
     recipe: Option<PathBuf>,
     #[command(flatten)]
@@ -45,7 +46,8 @@ pub(crate) struct Arguments {
 #[derive(clap::Args)]
 pub(crate) struct OutputOptions {
     /// Dialect of the tensors: compressed-tensors, modelopt, mlx, or another that `fp4 convert
-    /// --help` lists; defaults to the dialect of the recipe, then to compressed-tensors.
+    /// --help` lists; defaults to the dialect of the recipe, then to compressed-tensors, or to
+    /// fp-quant with --hadamard.
     #[arg(long)]
     dialect: Option<String>,
 }
@@ -76,7 +78,8 @@ struct Report {
 /// Returns the configuration and the dialect that the options or the recipe ask for.
 fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Config, String)> {
     let Some(path) = &arguments.recipe else {
-        return Ok((arguments.options.config(model)?, arguments.output.dialect_or(None)));
+        let transforms = arguments.options.hadamard.map(|_| "fp-quant".to_owned());
+        return Ok((arguments.options.config(model)?, arguments.output.dialect_or(transforms)));
     };
     let mut recipe = burn_fp4::Recipe::read(path)?;
     ensure!(

@@ -10,8 +10,8 @@
 //! | `X.act_global_scale`        | F32   | `[1]`       | of the transformed input, a **divisor**  |
 //! | `X.forward_hadamard_matrix` | BF16  | `[H, H]`    | the transform; H is 16, 32, 64 or 128    |
 //!
-//! `X.backward_hadamard_matrix` is for training: it is read over, and not written, because vLLM has
-//! no place for it. Without a scale of the transformed input, `act_global_scale` is 1: blocks of
+//! `X.backward_hadamard_matrix` is for training: it is not used, and not written, because vLLM has no
+//! place for it. MXFP4 has H of 32 or more. Without a scale of the transformed input, `act_global_scale` is 1: blocks of
 //! inputs whose amax is below 0.01 then lose precision.
 //!
 //! Sources: `layers/quantization/fp_quant.py` of vLLM, `integrations/fp_quant.py` of transformers,
@@ -149,12 +149,13 @@ fn transform(matrix: &Tensor<'_>, cols: usize) -> Result<Option<Hadamard>, Check
             |(at, value): (usize, &f32)| (value - expected(at / size, at % size)).abs() < 1e-3;
         values.iter().enumerate().all(near)
     };
-    if is(&|row, col| if row == col { 1.0 } else { 0.0 }) {
+    let divides = size > 0 && cols.is_multiple_of(size);
+    if divides && is(&|row, col| if row == col { 1.0 } else { 0.0 }) {
         return Ok(None);
     }
     let hadamard = Hadamard::of_size(size)
         .ok()
-        .filter(|hadamard| cols.is_multiple_of(size) && is(&|row, col| hadamard.factor(row, col)));
+        .filter(|hadamard| divides && is(&|row, col| hadamard.factor(row, col)));
     hadamard.map(Some).ok_or_else(|| {
         let expected = "the identity, or a Hadamard matrix of 16, 32, 64 or 128 in Sylvester's \
                         order that divides the columns";
@@ -179,9 +180,15 @@ impl Write for FpQuant {
             Value::Fp8(_) => return cannot(CheckpointError::FP8_TO_DECODE),
             Value::Fp4(fp4) => fp4,
         };
-        let Some(hadamard) = fp4.hadamard.filter(|hadamard| hadamard.signs() == 0) else {
+        let Some(hadamard) = fp4.hadamard else {
             return cannot("FP4 weights without a Hadamard transform");
         };
+        if hadamard.signs() != 0 {
+            return cannot("a Hadamard transform with signs");
+        }
+        if hadamard.size() < fp4.block_size {
+            return cannot("a Hadamard transform of 16 in MXFP4; choose 32, 64 or 128");
+        }
         if fp4.shape.len() != 2 || fp4.transposed {
             return cannot("stacked or transposed matrices");
         }

@@ -212,7 +212,7 @@ fn read_only(reader: &str, folder: &Path) {
         _ => {
             tensors.extend(parts(["x.qweight", "x.scales"], [u8, e4m3], &nv));
             tensors.extend([g("x.weight_global_scale"), g("x.act_global_scale")]);
-            let element = |at: usize| match (at / 16 & at % 16).count_ones() % 2 {
+            let element = |at: usize| match ((at / 16) & (at % 16)).count_ones() % 2 {
                 0 => [0x80, 0x3E], // a quarter
                 _ => [0x80, 0xBE],
             };

@@ -40,7 +40,7 @@ use burn_fp4_checkpoints::{
     WriteOptions, missing_layers, planned_defects,
 };
 use burn_fp4_policy::{Recipe, RecipeFile};
-use burn_fp4_search::{Fp4Scheme, Method};
+use burn_fp4_search::Fp4Scheme;
 use chrono::{DateTime, Utc};
 
 use crate::accuracy::{Errors, TallyAt};
@@ -445,12 +445,12 @@ fn check_statistics(
     let groups = selection.groups.iter().zip(schemes);
     let calibrated = groups.filter(|(_, how)| how.method.row().calibrated);
     let weights = |(group, how): (&Vec<usize>, &Fp4Scheme)| {
-        let method = how.method;
-        let of = |&at: &usize| (&model.weights[at], method);
+        let how = *how;
+        let of = |&at: &usize| (&model.weights[at], how);
         group.iter().map(of).collect::<Vec<_>>()
     };
-    let chosen: Vec<(&Weight<'_>, Method)> = calibrated.flat_map(weights).collect();
-    let Some((_, method)) = chosen.first() else { return Ok(()) };
+    let chosen: Vec<(&Weight<'_>, Fp4Scheme)> = calibrated.flat_map(weights).collect();
+    let Some((_, Fp4Scheme { method, .. })) = chosen.first() else { return Ok(()) };
     let Some(statistics) = statistics else {
         let what = format!(
             "method `{method}` needs input statistics; pass --calibration FILE, which {MADE_BY} \
@@ -460,9 +460,9 @@ fn check_statistics(
         return Err(CliError::Conflict(what));
     };
     statistics.check_any(&chosen.iter().map(|(weight, _)| *weight).collect::<Vec<_>>())?;
-    for (weight, method) in chosen {
+    for (weight, how) in chosen {
         let matrices = Matrices::of(model, weight);
-        statistics.check(&weight.name, [matrices.stacked, matrices.cols], method)?;
+        statistics.check(&weight.name, [matrices.stacked, matrices.cols], &how)?;
     }
     Ok(())
 }

@@ -88,19 +88,20 @@ impl StatisticsFile {
     }
 
     /// Checks, by headers alone, that a weight of these matrices and columns has statistics that
-    /// a method can use.
+    /// a scheme can use.
     pub(super) fn check(
         &self,
         weight: &str,
         [stacked, cols]: [usize; 2],
-        method: Method,
+        how: &Fp4Scheme,
     ) -> Result<(), CliError> {
+        let method = how.method;
         let Some(found) = self.find(weight) else {
             let (path, weight) = (self.path.clone(), weight.to_owned());
             return Err(CliError::NoStatistics { path, weight, made_by: MADE_BY });
         };
         let moments = self.moments(&found, stacked, cols);
-        let needs_gram = method.row().needs > Needs::SecondMoments;
+        let needs_gram = how.needs() > Needs::SecondMoments;
         let usable = match moments {
             true => !needs_gram,
             false => found.len() == stacked * cols * cols,
@@ -114,10 +115,16 @@ impl StatisticsFile {
                 true => "an imatrix".to_owned(),
                 false => format!("`{}`", found.name),
             };
-            let what = format!(
-                "{path}: {holder} holds mean squares only, and method `{method}` needs X^T X; use \
-                 {others}"
-            );
+            let what = match how.hadamard {
+                Some(_) => format!(
+                    "{path}: {holder} holds mean squares only, and a Hadamard transform needs \
+                     X^T X; leave out the transform"
+                ),
+                None => format!(
+                    "{path}: {holder} holds mean squares only, and method `{method}` needs X^T X; \
+                     use {others}"
+                ),
+            };
             return Err(CliError::Conflict(what));
         }
         if usable && found.dtype == DataType::Plain(Dtype::F32) {

@@ -283,6 +283,20 @@ impl Fp4Parts {
     }
 
     /// The decisions about the parameters of a part.
+    /// Checks that weights with one tensor scale are in one part.
+    fn check_groups(&self, part: &ModulePlan) -> Result<(), Fp4Error> {
+        let has = |path: &str| part.plans().any(|(_, one, _)| one.path == path);
+        for (_, parameter, plan) in part.plans().filter(|(_, _, plan)| plan.shares.is_some()) {
+            let mut sharing = self.plan.plans().filter(|(_, _, one)| one.shares == plan.shares);
+            if let Some((_, other, _)) = sharing.find(|(_, other, _)| !has(&other.path)) {
+                let other = &other.path;
+                let found = format!("has one tensor scale for it and `{other}`, of another part");
+                return Err(Fp4Error::Part { path: parameter.path.clone(), found });
+            }
+        }
+        Ok(())
+    }
+
     fn plan_of(&self, parameters: Vec<Parameter>) -> Result<ModulePlan, Fp4Error> {
         let plan = |parameter: Parameter| {
             let error = |found| Err(Fp4Error::Part { path: parameter.path.clone(), found });
@@ -301,7 +315,9 @@ impl Fp4Parts {
             Ok((parameter, plan.clone()))
         };
         let parameters = parameters.into_iter().map(plan).collect::<Result<_, _>>()?;
-        Ok(ModulePlan { parameters, unused: Vec::new() })
+        let part = ModulePlan { parameters, unused: Vec::new() };
+        self.check_groups(&part)?;
+        Ok(part)
     }
 }
 

@@ -31,21 +31,26 @@ impl Candidate {
         Self::Dense,
     ];
 
-    /// Its scheme, with the search of a configuration.
+    /// Its scheme, with the search of a configuration, and its Hadamard transform if the scheme has
+    /// none.
     pub(super) fn scheme(&self, config: &Fp4Config) -> Option<Fp4Scheme> {
-        match self {
-            Self::Dense => None,
-            Self::Fp4(scheme) => Some(scheme.with_method(config.scheme.method)),
-        }
+        let Self::Fp4(scheme) = self else { return None };
+        let hadamard = scheme.hadamard.or(config.scheme.hadamard);
+        Some(scheme.with_method(config.scheme.method).with_hadamard(hadamard))
     }
 }
 
 impl fmt::Display for Candidate {
-    /// `dense`, or the format and the size of its blocks: `nvfp4/16`.
+    /// `dense`, or the format and the size of its blocks, `nvfp4/16`, and of its own Hadamard
+    /// transform: `nvfp4/16/hadamard64`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Dense => f.pad("dense"),
-            Self::Fp4(scheme) => f.pad(&format!("{}/{}", scheme.format(), scheme.block_size)),
+            Self::Fp4(scheme) => {
+                let transform = scheme.hadamard.map(|one| format!("/hadamard{}", one.size()));
+                let transform = transform.unwrap_or_default();
+                f.pad(&format!("{}/{}{transform}", scheme.format(), scheme.block_size))
+            }
         }
     }
 }

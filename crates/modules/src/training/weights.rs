@@ -69,6 +69,9 @@ fn check_plan(plan: &WeightPlan, config: &Fp4Config) -> Result<(), Fp4Error> {
     if plan.shares.is_some() {
         return refuse("a shared tensor scale", "each weight follows its own amax");
     }
+    if plan.scheme.hadamard.is_some() {
+        return refuse("a Hadamard transform", "layers that train do not transform their inputs");
+    }
     if plan.scheme.method == Method::Sse(Sse::TensorScale) {
         return refuse("a search for the tensor scale", "every step would search again");
     }

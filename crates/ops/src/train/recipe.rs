@@ -93,6 +93,11 @@ impl TrainRecipe {
             let Some(scheme) = scheme else { continue };
             scheme.validate()?;
             let refuse = |reason| Err(OpsError::Recipe { part, reason });
+            if scheme.hadamard.is_some() {
+                return refuse(
+                    "its scheme has a Hadamard transform; set `hadamard` of the recipe instead",
+                );
+            }
             if scheme.tensor_scale == TensorScaling::Row {
                 return refuse("it has a tensor scale for each row; use one for the tensor");
             }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Range;
 use std::path::Path;
 use std::time::{Instant, UNIX_EPOCH};
 
@@ -127,6 +128,7 @@ impl QuantizeFolder<'_> {
             seconds: Seconds { load, ..Seconds::default() },
             reports: Vec::new(),
             earlier,
+            calibrated: 0..0,
         };
         let done = work.stages(&mut output);
         work.bar.finish_and_clear();
@@ -254,6 +256,8 @@ struct Work<'w, 's> {
     reports: Vec<ParameterReport>,
     /// Notes of an earlier run.
     earlier: BTreeMap<usize, Note>,
+    /// Numbers of the stages that this run calibrates, from the first to the last.
+    calibrated: Range<usize>,
 }
 
 /// A stage and its use in this run.
@@ -275,7 +279,10 @@ impl Work<'_, '_> {
     /// Brings the model through memory, stage by stage.
     fn stages(&mut self, output: &mut Output<'_>) -> Result<()> {
         let stages = self.plan(output)?;
-        let reads = stages.iter().any(|one| one.gives);
+        let calibrates = |one: &StageWork| one.calibrates;
+        let first = stages.iter().position(calibrates).unwrap_or(0);
+        let end = stages.iter().rposition(calibrates).map_or(0, |last| last + 1);
+        self.calibrated = first..end;
         let mut activations = Vec::new();
         self.bar.set_length(stages.len() as u64);
         for (at, work) in stages.iter().enumerate() {
@@ -284,8 +291,8 @@ impl Work<'_, '_> {
                 Stage::Layer(layer) => format!("layer {layer}"),
                 Stage::Head => "head".to_owned(),
             });
-            activations = self.stage(work, activations, output)?;
-            if !reads {
+            activations = self.stage(at, work, activations, output)?;
+            if self.calibrated.is_empty() {
                 self.bar.set_position(at as u64 + 1);
             }
         }
@@ -323,6 +330,7 @@ impl Work<'_, '_> {
     /// leaves, if a later stage needs them.
     fn stage(
         &mut self,
+        number: usize,
         work: &StageWork,
         activations: Vec<Activations>,
         output: &mut Output<'_>,
@@ -332,7 +340,7 @@ impl Work<'_, '_> {
             let mut part = self.load(work, output)?;
             self.seconds.load += self.clock.lap()?;
             let report;
-            (report, left) = self.quantize(work, &mut part, activations)?;
+            (report, left) = self.quantize(number, work, &mut part, activations)?;
             self.seconds.quantize += self.clock.lap()?;
             if work.to_make {
                 self.write(work, &part, report, output)?;
@@ -389,6 +397,7 @@ impl Work<'_, '_> {
     /// activations that it leaves.
     fn quantize(
         &self,
+        number: usize,
         work: &StageWork,
         part: &mut Part,
         activations: Vec<Activations>,
@@ -412,7 +421,7 @@ impl Work<'_, '_> {
             return Ok((report, if embeds { self.embed(part)? } else { dense }));
         }
         if to_make && (gives || calibrates) {
-            let options = self.options(stage);
+            let options = self.options(number);
             let quantized =
                 decided.calibrate_and_quantize(part, on, options, activations, forward)?;
             return Ok((quantized.0.parameters, quantized.1));
@@ -421,7 +430,7 @@ impl Work<'_, '_> {
             return Ok((decided.quantize(part)?.parameters, Vec::new()));
         }
         let part = part.clone().materialize();
-        Ok((Vec::new(), decided.run(&part, self.options(stage), activations, forward)?))
+        Ok((Vec::new(), decided.run(&part, self.options(number), activations, forward)?))
     }
 
     /// Looks up the calibration windows.
@@ -431,24 +440,14 @@ impl Work<'_, '_> {
         Ok(batches.into_iter().map(|batch| part.embed(batch)).collect())
     }
 
-    /// Returns the options of a calibration that moves the bar.
-    fn options(&self, stage: Stage) -> CalibrationOptions<'_> {
-        let layers = self.job.folder.config.num_hidden_layers;
-        let layer = match stage {
-            Stage::Embedding => 0,
-            Stage::Layer(layer) => layer,
-            Stage::Head => layers,
-        };
-        let bar = &self.bar;
+    /// Returns the options of the calibration of a stage, given its number. It moves the bar, which
+    /// counts the inputs that this run gathers: those of an earlier one do not tell how long they
+    /// take.
+    fn options(&self, number: usize) -> CalibrationOptions<'_> {
+        let (bar, calibrated) = (&self.bar, self.calibrated.clone());
         options(self.job.device).on_progress(move |told| {
-            let before = (told.total * layer) as u64;
-            // The layers of an earlier run do not tell how long the others take.
-            if before > 0 && bar.position() == 0 {
-                bar.set_position(before);
-                bar.reset_eta();
-            }
-            bar.set_length((told.total * layers.max(layer + 1)) as u64);
-            bar.set_position(before + told.done as u64);
+            bar.set_length((told.total * calibrated.len()) as u64);
+            bar.set_position((told.total * (number - calibrated.start) + told.done) as u64);
         })
     }
 

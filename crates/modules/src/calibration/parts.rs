@@ -45,7 +45,8 @@ pub enum Calibrated {
 /// A part is a module whose parameters have the paths that they have in the whole module: a
 /// decoder as a `Vec<Option<Layer>>` with one layer, for example. Parts are quantized in the order
 /// in which the forward pass runs them, each on the activations that the one before has left. The
-/// codes are those of the whole module at once, and so are the entries of the report.
+/// codes are those of the whole module at once if as many batches are in flight, and so are the
+/// entries of the report. Weights that share a tensor scale have to be in one part.
 ///
 /// ```
 /// use burn::module::Module;

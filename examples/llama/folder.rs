@@ -90,8 +90,8 @@ impl Folder {
         Ok(())
     }
 
-    /// Opens the files again. Pages that are read through a checkpoint stay mapped while it is open:
-    /// dropping this one frees them.
+    /// Opens the files again. Pages that are read through a checkpoint stay mapped while it is
+    /// open: dropping this one frees them.
     pub(super) fn reopen(&self) -> Result<Checkpoint> {
         Ok(Checkpoint::open(self.checkpoint.container().root())?)
     }

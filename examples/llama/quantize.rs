@@ -29,8 +29,8 @@ pub struct QuantizeOptions {
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
     #[arg(long)]
     pub damping: Option<f64>,
-    /// Apply a Hadamard transform to groups of 16, 32, 64 or 128 inputs before weights are quantized,
-    /// for --method gptq. The dialect is fp-quant.
+    /// Apply a Hadamard transform to groups of 16, 32, 64 or 128 inputs before weights are
+    /// quantized, for --method gptq. The dialect is fp-quant.
     #[arg(long, value_name = "N")]
     pub hadamard: Option<usize>,
     /// Windows to calibrate on.

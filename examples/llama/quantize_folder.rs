@@ -95,7 +95,8 @@ impl QuantizeFolder<'_> {
     /// and this one does not resume it.
     pub fn run(&self, out: &Path) -> Result<QuantizedFolder> {
         let mut clock = Clock { device: self.device, since: Instant::now() };
-        // Each stage brings the tables of positions along: as many rows as a window needs are enough.
+        // Each stage brings the tables of positions along: as many rows as a window needs are
+        // enough.
         let mut shapes = self.folder.config.clone();
         let context = self.options.calibration.context;
         shapes.max_position_embeddings = shapes.max_position_embeddings.min(context);
@@ -451,7 +452,8 @@ impl Work<'_, '_> {
         })
     }
 
-    /// Writes the weights of a part that are not copied, with notes for a run that resumes this one.
+    /// Writes the weights of a part that are not copied, with notes for a run that resumes this
+    /// one.
     fn write(
         &mut self,
         work: &StageWork,

@@ -200,7 +200,8 @@ fn what_has_no_transform_refuses_it() {
     let scheme = Fp4Scheme::nvfp4().with_hadamard(Some(of_size(32)));
     let refused = fake_quantize(weight([64, 8], &device), 0, &scheme);
     assert!(matches!(refused, Err(OpsError::Search(SearchError::Untransformed))), "{refused:?}");
-    let trained = model(&device).fake_quantize_fp4(&Fp4Config::new(scheme));
+    let mut divisible = vec![model(&device).remove(0)];
+    let trained = divisible.fake_quantize_fp4(&Fp4Config::new(scheme));
     assert!(matches!(trained, Err(Fp4Error::FakeQuantization { .. })), "{trained:?}");
     let recipe = TrainRecipe { weights: Some(scheme), ..TrainRecipe::NVFP4 };
     assert!(matches!(recipe.validate(), Err(OpsError::Recipe { part: "weights", .. })));

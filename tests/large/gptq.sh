@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes a language model of random weights, quantizes it by GPTQ, and prints seconds and peak memory.
+# Makes a language model of random weights, quantizes it by GPTQ, and prints seconds and peak
+# memory.
 #
 #   tests/large/gptq.sh FOLDER SHAPES [OPTION..]      FOLDER gets input and output
 #

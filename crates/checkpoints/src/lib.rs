@@ -26,8 +26,8 @@
 //! [`Checkpoint::open_as`]. Layers of FP-Quant transform their inputs by a Hadamard matrix H, as
 //! their weights were. Shapes of ComfyUI's NVFP4 weights include their padding to multiples of 16.
 //! GGUF is written to a path that ends in `.gguf`, as one file, for which [`WriteOptions::shards`]
-//! does nothing; all others to a folder. GGUF, gpt-oss, miles, FP-Quant and plain hold no FP8, which
-//! [`WriteOptions::decode_fp8`] makes floats of.
+//! does nothing; all others to a folder. GGUF, gpt-oss, miles, FP-Quant and plain hold no FP8,
+//! which [`WriteOptions::decode_fp8`] makes floats of.
 //!
 //! [Many of ggml's quantized types](DataType::decoded_ggml) are read as floats,
 //! [bit for bit](Tensor::to_f32) as Python's gguf does. Only GGUF holds them as they are;

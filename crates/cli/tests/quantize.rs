@@ -312,9 +312,11 @@ fn every_dialect_and_format_is_written_and_read_again() {
 fn weights_after_a_hadamard_transform_are_files_of_fp_quant() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
-    let run = succeeds(folder.path(), "quantize model --out out --format mxfp4 --hadamard 32");
-    assert!(run.contains("fp-quant") && run.contains("Hadamard transform of 32"), "{run}");
-    assert!(run.contains("note: a Hadamard transform without GPTQ"), "{run}");
+    let quantize = "quantize model --out out --format mxfp4 --hadamard 32";
+    let (code, printed, notes) = run(folder.path(), quantize);
+    assert!(code == 0 && printed.contains("fp-quant"), "{printed}");
+    assert!(printed.contains("Hadamard transform of 32"), "{printed}");
+    assert!(notes.contains("a Hadamard transform without GPTQ"), "{notes}");
     let checkpoint = Checkpoint::open(folder.path().join("out")).expect("a checkpoint");
     assert_eq!(checkpoint.dialect(), "fp-quant");
     let inspected = succeeds(folder.path(), "inspect out");
@@ -1031,7 +1033,7 @@ fn a_recipe_says_the_same_as_the_command_line() {
     let settings = &json(only, "--keep *.0.*")["settings"];
     let expected = serde_json::json!({
         "format": "nvfp4", "block_size": 16, "dialect": "compressed-tensors", "method": "amax",
-        "rule": "te", "preset": null, "only": ["*.o_proj"], "keep": ["*.0.*"],
+        "rule": "te", "hadamard": null, "preset": null, "only": ["*.o_proj"], "keep": ["*.0.*"],
         "first_layers_high_precision": 0, "last_layers_high_precision": 0, "together": null,
         "calibration": null, "weights": [], "cast_kept": null,
     });

@@ -386,8 +386,8 @@ impl Fp4Config {
 
     /// Quantizes weights after a Hadamard transform along their inputs, which spreads outliers. The
     /// layers stay as they are: their product transforms its input alike, and `val()` transforms
-    /// back. It is for GPTQ: without GPTQ a language model was no better. Weights whose inputs the size of the transform does not divide are handled as those
-    /// that blocks do not divide.
+    /// back. It is for GPTQ: without GPTQ a language model was no better. Weights whose inputs the
+    /// size of the transform does not divide are handled as those that blocks do not divide.
     ///
     /// ```
     /// use burn::nn::LinearConfig;

@@ -546,9 +546,9 @@ pub trait Fp4Module: Module {
         checkpoint::save::model(self, map)
     }
 
-    /// Returns the dense module as [`checkpoint_fp4`](Self::checkpoint_fp4) does, without values and
-    /// with its float parameters alone. Initializes no parameter: for [`Model::plan`] of a module
-    /// that does not fit into memory.
+    /// Returns the dense module as [`checkpoint_fp4`](Self::checkpoint_fp4) does, without values
+    /// and with its float parameters alone. Initializes no parameter: for [`Model::plan`] of a
+    /// module that does not fit into memory.
     ///
     /// ```
     /// use burn::nn::LinearConfig;

@@ -26,7 +26,8 @@ impl<const D: usize> Fp4Tensor<D> {
     ///
     /// # Errors
     /// [`OpsError::BurnData`] for blocks along another axis than the last one or axis 0 of a
-    /// matrix, for a tensor scale for each row, and for a Hadamard transform; [`OpsError::Device`] if the device fails.
+    /// matrix, for a tensor scale for each row, and for a Hadamard transform; [`OpsError::Device`]
+    /// if the device fails.
     pub fn to_burn_data(&self) -> Result<TensorData, OpsError> {
         let layout = self.layout();
         let refused = |found: String| OpsError::BurnData { found };

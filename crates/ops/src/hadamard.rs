@@ -26,8 +26,8 @@ use crate::layout::{check_divided, check_dtype};
 ///
 /// # Errors
 /// [`OpsError::Axis`], [`OpsError::DType`], [`OpsError::TooLarge`] as
-/// [`quantize`](crate::quantize), [`OpsError::Indivisible`] if the size of the transform does not divide the
-/// axis.
+/// [`quantize`](crate::quantize), [`OpsError::Indivisible`] if the size of the transform does not
+/// divide the axis.
 pub fn hadamard<const D: usize>(
     values: Tensor<D>,
     axis: usize,

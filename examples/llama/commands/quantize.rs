@@ -11,8 +11,8 @@ use serde::Serialize;
 use super::{DeviceOptions, TextOptions, print, saved_lines};
 
 /// Quantize a model of any size; calibrate it on a text if the method needs it. In memory are one
-/// decoder layer at a time (or the embedding, or the lm_head), the statistics of its inputs, and the
-/// activations of all windows: about 16 bytes for each token and channel.
+/// decoder layer at a time (or the embedding, or the lm_head), the statistics of its inputs, and
+/// the activations of all windows: about 16 bytes for each token and channel.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Hugging Face folder, dense or FP8.

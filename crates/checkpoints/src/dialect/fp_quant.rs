@@ -10,9 +10,9 @@
 //! | `X.act_global_scale`        | F32   | `[1]`       | of the transformed input, a **divisor**  |
 //! | `X.forward_hadamard_matrix` | BF16  | `[H, H]`    | the transform; H is 16, 32, 64 or 128    |
 //!
-//! `X.backward_hadamard_matrix` is for training: it is not used, and not written, because vLLM has no
-//! place for it. MXFP4 has H of 32 or more. Without a scale of the transformed input, `act_global_scale` is 1: blocks of
-//! inputs whose amax is below 0.01 then lose precision.
+//! `X.backward_hadamard_matrix` is for training: it is not used, and not written, because vLLM has
+//! no place for it. MXFP4 has H of 32 or more. Without a scale of the transformed input,
+//! `act_global_scale` is 1: blocks of inputs whose amax is below 0.01 then lose precision.
 //!
 //! Sources: `layers/quantization/fp_quant.py` of vLLM, `integrations/fp_quant.py` of transformers,
 //! arXiv 2509.23202.

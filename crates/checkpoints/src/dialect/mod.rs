@@ -285,7 +285,7 @@ mod tests {
 
     #[test]
     fn an_error_names_the_quant_methods_of_all_dialects() {
-        let expected = "modelopt, compressed-tensors, mxfp4, fp8, quark or torchao";
+        let expected = "modelopt, compressed-tensors, mxfp4, fp8, quark, torchao or fp_quant";
         assert_eq!(*QUANT_METHODS, expected);
     }
 

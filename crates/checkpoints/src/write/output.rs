@@ -104,9 +104,10 @@ impl Planned<'_> {
     /// the word "with".
     ///
     /// # Errors
-    /// Something is at `path`, or of GGUF it does not end in `.gguf`; another process writes there, or what is there was left by none;
-    /// an earlier write has left weights that `start` does not give up; what is gone on with was
-    /// another task; there is too little space; and what the file system refuses.
+    /// Something is at `path`, or of GGUF it does not end in `.gguf`; another process writes there,
+    /// or what is there was left by none; an earlier write has left weights that `start` does not
+    /// give up; what is gone on with was another task; there is too little space; and what the file
+    /// system refuses.
     pub fn create(
         &self,
         path: &Path,

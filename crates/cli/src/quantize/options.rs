@@ -56,9 +56,9 @@ pub(super) struct Options {
     #[arg(long, value_parser = one_of::<ScaleRule>(ScaleRule::ALL.map(rule_name)))]
     rule: Option<ScaleRule>,
     /// Applies a Hadamard transform to groups of N inputs before weights are quantized: 16, 32, 64,
-    /// 128, or 0 for none, as by default. It lowers the loss with --method gptq, above all in mxfp4;
-    /// other methods gain nothing. Readers have to transform the inputs of layers: the dialect is
-    /// fp-quant.
+    /// 128, or 0 for none, as by default. It lowers the loss with --method gptq, above all in
+    /// mxfp4; other methods gain nothing. Readers have to transform the inputs of layers: the
+    /// dialect is fp-quant.
     #[arg(long, value_name = "N")]
     hadamard: Option<usize>,
     // The help lists the presets.
@@ -346,8 +346,8 @@ impl ResolvedOptions {
         let alone = |how: &Fp4Scheme| how.hadamard.is_some() && how.method.gptq().is_none();
         if schemes.iter().any(alone) {
             remarks.note(
-                "a Hadamard transform without GPTQ made no language model better (page `hadamard` of \
-                 the guide): calibrate and pass --method gptq"
+                "a Hadamard transform without GPTQ made no language model better (page `hadamard` \
+                 of the guide): calibrate and pass --method gptq"
                     .to_owned(),
             );
         }

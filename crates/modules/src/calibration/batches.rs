@@ -35,8 +35,8 @@ pub(crate) struct RecordedBatches<'a, M> {
 }
 
 impl<'a, M: Module> RecordedBatches<'a, M> {
-    /// Records the batches; `forward` says which of its outputs are kept. If only the inputs of some
-    /// weights are wanted, by path and axis, the others are left out.
+    /// Records the batches; `forward` says which of its outputs are kept. If only the inputs of
+    /// some weights are wanted, by path and axis, the others are left out.
     pub(crate) fn new<I: Module, O>(
         model: &'a M,
         batches: impl IntoIterator<Item = I>,

@@ -87,10 +87,10 @@ impl<'a> CalibrationOptions<'a> {
     }
 
     /// Gathers what this configuration asks for and no more: inputs of the weights that it selects,
-    /// and of these `X^T X`: all of it for GPTQ and with a Hadamard transform, as without this, but only its blocks
-    /// `[in / block_size, block_size, block_size]` for other methods. Of inputs that such blocks do
-    /// not divide all of it is gathered, and of all inputs if the configuration has several
-    /// schemes.
+    /// and of these `X^T X`: all of it for GPTQ and with a Hadamard transform, as without this, but
+    /// only its blocks `[in / block_size, block_size, block_size]` for other methods. Of inputs
+    /// that such blocks do not divide all of it is gathered, and of all inputs if the configuration
+    /// has several schemes.
     pub fn for_config(mut self, config: &Fp4Config) -> Self {
         self.config = Some(config.with_calibration(&Calibration::new()));
         self

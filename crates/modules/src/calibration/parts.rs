@@ -45,7 +45,8 @@ pub enum Calibrated {
 /// A part is a module whose parameters have the paths that they have in the whole module: a
 /// decoder as a `Vec<Option<Layer>>` with one layer, for example. Parts are quantized in the order
 /// in which the forward pass runs them, each on the activations that the one before has left. The
-/// codes are those of the whole module at once, and so are the entries of the report.
+/// codes are those of the whole module at once if as many batches are in flight, and so are the
+/// entries of the report. Weights that share a tensor scale have to be in one part.
 ///
 /// ```
 /// use burn::module::Module;
@@ -77,8 +78,9 @@ pub enum Calibrated {
 ///     };
 ///     let options = CalibrationOptions::default();
 ///     assert!(decided.part_needs_inputs(&part)?);
+///     let dense = Calibrated::Dense;
 ///     let (report, outputs) =
-///         decided.calibrate_and_quantize(&mut part, Calibrated::Dense, options, activations, run)?;
+///         decided.calibrate_and_quantize(&mut part, dense, options, activations, run)?;
 ///     reports.extend(report.parameters);
 ///     activations = outputs;
 ///     packed.extend(part.remove(at)); // or written to files
@@ -129,8 +131,8 @@ impl Fp4Parts {
         Ok(self.plan_of(settled_parameters(part))?.needs_inputs())
     }
 
-    /// Returns the quantized module as it will be [saved](crate::Fp4Module::checkpoint_fp4), without
-    /// values: for [`Model::plan`].
+    /// Returns the quantized module as it will be [saved](crate::Fp4Module::checkpoint_fp4),
+    /// without values: for [`Model::plan`].
     ///
     /// # Errors
     /// [`Fp4Error::Rename`], [`Fp4Error::Group`] and [`Fp4Error::Experts`] for the map;
@@ -173,8 +175,8 @@ impl Fp4Parts {
     /// its [quantized](Calibrated::Sequential) ones.
     ///
     /// `forward` runs the part on the activations of a batch, as for
-    /// [`Calibrate::run`](crate::Calibrate::run). To save work for the last part it may return none.
-    /// One pass both calibrates and gives the outputs.
+    /// [`Calibrate::run`](crate::Calibrate::run). To save work for the last part it may return
+    /// none. One pass both calibrates and gives the outputs.
     ///
     /// # Errors
     /// As [`Calibrate::run`](crate::Calibrate::run) and
@@ -211,8 +213,8 @@ impl Fp4Parts {
     }
 
     /// Runs a part over batches without a change, and returns the activations that it leaves: the
-    /// same bits as by [`calibrate_and_quantize`](Self::calibrate_and_quantize), for parts that were
-    /// quantized before. Sequential quantization needs the quantized values, dense:
+    /// same bits as by [`calibrate_and_quantize`](Self::calibrate_and_quantize), for parts that
+    /// were quantized before. Sequential quantization needs the quantized values, dense:
     /// [`materialize`](Module::materialize) decodes them.
     ///
     /// ```

@@ -63,10 +63,10 @@ impl Fp4Report {
     ///
     /// # Errors
     /// [`Fp4Error::RecipeParameter`] for what a recipe cannot say: schemes with more than a rule,
-    /// a block size, a method and a Hadamard transform, blocks along another axis than in files, codes that
-    /// were handed over or packed before, and tensor scales that are shared by others than the
-    /// layers that inference engines run as one. [`Fp4Error::Mismatch`], [`Fp4Error::Rename`],
-    /// [`Fp4Error::Group`] and [`Fp4Error::Experts`] for the map.
+    /// a block size, a method and a Hadamard transform, blocks along another axis than in files,
+    /// codes that were handed over or packed before, and tensor scales that are shared by others
+    /// than the layers that inference engines run as one. [`Fp4Error::Mismatch`],
+    /// [`Fp4Error::Rename`], [`Fp4Error::Group`] and [`Fp4Error::Experts`] for the map.
     pub fn recipe(&self, map: &CheckpointMap) -> Result<Recipe, Fp4Error> {
         let attached = Outcome::Kept { reason: KeepReason::PartOfReparameterization };
         let known = self.parameters.iter().map(|one| ParameterOutline {

@@ -112,10 +112,10 @@ impl<'a> Jobs<'a> {
         visit_parameters(module, &mut TakeDense { jobs: self, wanted });
     }
 
-    /// Measures the amax of each weight, transformed as its scheme says, whose tensor scale must be known up front (shared, or of
-    /// several slices), or that must be finite because its scheme or `reject` says so. Finds tied
-    /// weights too: weights that share an id have the same values, unless an optimizer or a record
-    /// has changed some.
+    /// Measures the amax of each weight, transformed as its scheme says, whose tensor scale must be
+    /// known up front (shared, or of several slices), or that must be finite because its scheme or
+    /// `reject` says so. Finds tied weights too: weights that share an id have the same values,
+    /// unless an optimizer or a record has changed some.
     ///
     /// One read-back per device, and more only where weights of one id differ and have the same
     /// amax.

@@ -213,10 +213,17 @@ impl QuantizeFolder<'_> {
     }
 }
 
-/// Says how to go on after an error.
+/// Says how to go on after an error. The same command would meet it again, unless the file system
+/// has failed.
 fn unfinished(error: anyhow::Error, partial: &Path) -> anyhow::Error {
     let partial = partial.display();
-    anyhow!("{error:#}; run the same command with --resume to go on, or remove {partial}")
+    let failed = |cause: &(dyn std::error::Error + 'static)| cause.is::<std::io::Error>();
+    if error.chain().any(failed) {
+        return anyhow!(
+            "{error:#}; run the same command with --resume to go on, or remove {partial}"
+        );
+    }
+    anyhow!("{error:#}; to start over, remove {partial}")
 }
 
 /// Reads the notes of an earlier run, by the place of the weight.
@@ -289,7 +296,8 @@ impl Work<'_, '_> {
         for (at, work) in stages.iter().enumerate() {
             self.bar.set_message(match work.stage {
                 Stage::Embedding => "embedding".to_owned(),
-                Stage::Layer(layer) => format!("layer {layer}"),
+                Stage::Layer(layer) if work.to_make => format!("layer {layer}"),
+                Stage::Layer(layer) => format!("layer {layer}, run again"),
                 Stage::Head => "head".to_owned(),
             });
             activations = self.stage(at, work, activations, output)?;

@@ -98,26 +98,45 @@ fn check_product(what: &str, packed: &Fp4Tensor<2>, input: &Tensor<2>, found: Te
     }
 }
 
-#[test]
-fn products_and_lookups_transform_back_on_every_device() {
+/// Schemes with each kind of transform.
+fn transformed_schemes() -> [Fp4Scheme; 3] {
+    [
+        Fp4Scheme::nvfp4().with_hadamard(Some(of_size(32))),
+        Fp4Scheme::mxfp4().with_hadamard(Some(of_size(128))),
+        Fp4Scheme::nvfp4().with_hadamard(Some(Hadamard::seeded(3))),
+    ]
+}
+
+fn check_products(rows: usize) {
     for (name, device, dtypes) in devices() {
-        let (nvfp4, mxfp4) = (Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4());
-        for scheme in [
-            nvfp4.with_hadamard(Some(of_size(32))),
-            mxfp4.with_hadamard(Some(of_size(128))),
-            nvfp4.with_hadamard(Some(Hadamard::seeded(3))),
-        ] {
-            for rows in [1, 70] {
-                for &dtype in &dtypes {
-                    let what = format!("{name} {dtype:?} {rows} rows: {scheme}");
-                    let packed = quantize(weight([256, 40], &device), 0, &scheme).unwrap();
-                    let input = random(2, [rows, 256], &device).cast(dtype);
-                    let bias = random(3, [40], &device).cast(dtype);
-                    let found = linear(input.clone(), &packed, Some(bias.clone())).unwrap();
-                    let found = found.cast(DType::F32) - bias.cast(DType::F32).unsqueeze();
-                    check_product(&what, &packed, &input, found);
-                }
+        for scheme in transformed_schemes() {
+            for &dtype in &dtypes {
+                let what = format!("{name} {dtype:?} {rows} rows: {scheme}");
+                let packed = quantize(weight([256, 40], &device), 0, &scheme).unwrap();
+                let input = random(2, [rows, 256], &device).cast(dtype);
+                let bias = random(3, [40], &device).cast(dtype);
+                let found = linear(input.clone(), &packed, Some(bias.clone())).unwrap();
+                let found = found.cast(DType::F32) - bias.cast(DType::F32).unsqueeze();
+                check_product(&what, &packed, &input, found);
             }
+        }
+    }
+}
+
+#[test]
+fn one_row_is_transformed_before_the_product_on_every_device() {
+    check_products(1);
+}
+
+#[test]
+fn many_rows_are_transformed_before_the_product_on_every_device() {
+    check_products(70);
+}
+
+#[test]
+fn lookups_transform_back_on_every_device() {
+    for (name, device, _) in devices() {
+        for scheme in transformed_schemes() {
             let table = quantize(random(4, [9, 128], &device), 1, &scheme).unwrap();
             let indices = Tensor::<2, Int>::from_ints([[8, 0], [3, 3]], &device);
             let found = embedding(&table, indices.clone(), FloatDType::F32).unwrap();
@@ -126,6 +145,10 @@ fn products_and_lookups_transform_back_on_every_device() {
             assert_bits(name, &floats(found), &floats(expected));
         }
     }
+}
+
+#[test]
+fn int8_activations_are_quantized_after_the_transform() {
     let device = Device::flex();
     let scheme = Fp4Scheme::nvfp4().with_hadamard(Some(of_size(32)));
     let packed = quantize(weight([256, 40], &device), 0, &scheme).unwrap();

@@ -192,7 +192,7 @@ impl<T: Copy + 'static> Drop for Replaced<T> {
     }
 }
 
-/// Shared work: a function that each thread calls once, or not at all.
+/// Shared work: a function that each thread may call, even twice; it takes tasks until none is left.
 type Shared<'a> = &'a (dyn Fn() + Sync);
 
 /// The threads of a pass, which take part in its work as soon as it is posted.

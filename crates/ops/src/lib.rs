@@ -29,7 +29,6 @@
 //! | `hessian_factor.rs` | [`HessianFactor`]: GPTQ's factorization of a Gram matrix            |
 //! | `saturated.rs`      | [`Saturated`]: the gradient of elements beyond the largest code     |
 //! | `matmul_path.rs`    | [`MatmulPath`]: how layers multiply by a packed weight              |
-//! | `awake.rs`          | [`on_awake_threads`]: a pass of many short parallel operations      |
 //! | `interpret.rs`      | [`Interpreter`]: recorded operations, run one at a time             |
 //! | `deterministic.rs`  | recorded products and sums with fixed, not autotuned, kernels       |
 //! | `modelopt.rs`       | ModelOpt's functions on tensors                                     |
@@ -40,7 +39,6 @@
 
 #![warn(missing_debug_implementations)]
 
-mod awake;
 mod burn_data;
 mod decoder;
 mod deterministic;
@@ -66,11 +64,10 @@ mod train;
 
 use burn::tensor::Device;
 
-pub use awake::on_awake_threads;
 pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
-pub use burn_fp4_search::host::SampleOptions;
+pub use burn_fp4_search::host::{SampleOptions, on_awake_threads};
 pub use burn_fp4_search::squares::squared_sums;
 pub use burn_fp4_search::{
     Activations, Admm, BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme,

@@ -4,9 +4,10 @@ use burn_fp4_formats::{FormatError, Fp4Format, Packed, check_length};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::arch::{TASK, arch};
+use super::arch::arch;
 use super::dense::{HostElement, View};
 use super::simd_batch::{BATCH, BatchOrder, BlockBatch};
+use super::threads::TASK;
 use crate::error::SearchError;
 
 /// Borrows a quantized tensor in host memory, for the functions of the host engine; [`Packed`] owns

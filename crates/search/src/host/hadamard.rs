@@ -4,8 +4,9 @@ use burn_fp4_formats::{FormatError, check_length};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::arch::{TASK, arch};
+use super::arch::arch;
 use super::dense::{HostElement, View};
+use super::threads::TASK;
 use crate::error::SearchError;
 use crate::hadamard::Hadamard;
 

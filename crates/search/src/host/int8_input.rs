@@ -1,10 +1,10 @@
 //! [`Int8Input`]: an input rounded to 8-bit integers, a block at a time.
 
 use pulp::{Simd, WithSimd};
-use rayon::prelude::*;
 
-use super::arch::{arch, is_worth_threads, per_microsecond};
+use super::arch::arch;
 use super::dense::HostElement;
+use super::threads::{Work, for_each_chunk, per_microsecond};
 
 /// Number of channels of a chunk: two codes of each of 64 bytes.
 pub(super) const CHUNK: usize = 128;
@@ -62,14 +62,17 @@ impl Int8Input {
     ) -> Self {
         let len = channels.div_ceil(CHUNK);
         let mut chunks = vec![Chunk::ZEROS; rows * len];
-        let row = |(chunks, input): (&mut [Chunk], &[T])| {
-            arch().dispatch(Quantize { input, block_size, chunks });
-        };
-        if !is_worth_threads(input.len(), per_microsecond::VALUES) {
-            chunks.chunks_mut(len).zip(input.chunks(channels)).for_each(row);
-        } else {
-            chunks.par_chunks_mut(len).zip(input.par_chunks(channels)).for_each(row);
-        }
+        let work = Work::new(input.len(), per_microsecond::VALUES);
+        for_each_chunk(
+            work,
+            &mut chunks,
+            len,
+            || (),
+            |(), row, chunks| {
+                let input = &input[row * channels..][..channels];
+                arch().dispatch(Quantize { input, block_size, chunks });
+            },
+        );
         Self { chunks, rows, len }
     }
 

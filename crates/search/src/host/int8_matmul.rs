@@ -4,9 +4,7 @@ use core::array::from_fn;
 use core::ops::Range;
 
 use burn_fp4_formats::Fp4Format;
-use rayon::prelude::*;
 
-use super::arch::{is_worth_threads, per_microsecond};
 use super::decode::{prefetch, prefetch_distance};
 use super::dense::HostElement;
 use super::dequantize::PackedView;
@@ -15,6 +13,7 @@ use super::int8_instructions::Instructions;
 use super::int8_lanes::{LaneWork, Lanes};
 use super::panels::{self, PANEL};
 use super::scale_grid::scale_values;
+use super::threads::{Work, for_each_chunk, per_microsecond};
 
 const _: () = assert!(LANES == PANEL, "products of both kinds lie in the same order");
 
@@ -51,8 +50,8 @@ fn multiply(
     let mut products = vec![0.0; outputs.div_ceil(LANES) * panel_len];
     let last_rows = LastRows::new(weight, [outputs, channels], input.len);
     let rows = PackedRows { weight, last_rows: &last_rows, outputs, channels, chunks: input.len };
-    let multiply = |panel: &mut Panel, first_panel: usize, products: &mut [f32]| {
-        let first = first_panel * LANES;
+    let multiply = |panel: &mut Panel, task: usize, products: &mut [f32]| {
+        let first = task * TASK_PANELS * LANES;
         // A block has two or four lanes: two or four rows of the weight share a vector.
         let done = match (weight.format, weight.block_size) {
             _ if input.rows >= MANY => None,
@@ -71,14 +70,8 @@ fn multiply(
         };
         done.expect("instructions that the processor has");
     };
-    if is_worth_threads(outputs * channels * input.rows, per_microsecond::PACKED_INT8) {
-        let tasks = products.par_chunks_mut(TASK_PANELS * panel_len).enumerate();
-        tasks.for_each_init(Panel::default, |panel, (task, products)| {
-            multiply(panel, task * TASK_PANELS, products);
-        });
-    } else {
-        multiply(&mut Panel::default(), 0, &mut products);
-    }
+    let work = Work::new(outputs * channels * input.rows, per_microsecond::PACKED_INT8);
+    for_each_chunk(work, &mut products, TASK_PANELS * panel_len, Panel::default, multiply);
     products
 }
 

@@ -6,10 +6,11 @@ use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::arch::{arch, is_worth_threads, per_microsecond};
+use super::arch::arch;
 use super::decode::{AHEAD, prefetch};
 use super::dots::total;
 use super::panels::{self, PANEL};
+use super::threads::{Work, for_each_chunk, per_microsecond};
 use crate::error::SearchError;
 
 /// Number of neighbours in a row that share a scale.
@@ -119,15 +120,12 @@ pub fn int8_weight_matmul(
         &mut panels[..]
     };
     let rows = (TASK_BYTES / channels).max(1).next_multiple_of(PANEL);
-    let task = |(task, products): (usize, &mut [f32])| {
+    let task = |(): &mut (), task: usize, products: &mut [f32]| {
         let first = task * rows;
         arch().dispatch(WeightRows { input, weight, outputs, channels, first, inputs, products });
     };
-    if is_worth_threads(outputs * channels * inputs, per_microsecond::SIGNED_BYTES) {
-        products.par_chunks_mut(rows * inputs).enumerate().for_each(task);
-    } else {
-        products.chunks_mut(rows * inputs).enumerate().for_each(task);
-    }
+    let work = Work::new(outputs * channels * inputs, per_microsecond::SIGNED_BYTES);
+    for_each_chunk(work, products, rows * inputs, || (), task);
     if inputs > 1 {
         panels::write(&panels, inputs, output);
     }

@@ -4,15 +4,15 @@ use core::array::from_fn;
 
 use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
-use rayon::prelude::*;
 
-use super::arch::{arch, is_worth_threads, per_microsecond};
+use super::arch::arch;
 use super::decode::{GROUP, PackedRow, prefetch, prefetch_distance};
 use super::dense::{HostElement, View};
 use super::dequantize::PackedView;
 use super::int8_instructions::Instructions;
 use super::int8_matmul::int8_matmul;
 use super::panels::{self, PANEL};
+use super::threads::{Work, for_each_chunk, per_microsecond};
 use crate::activations::Activations;
 use crate::error::SearchError;
 
@@ -86,18 +86,13 @@ fn multiply(
 ) -> Vec<f32> {
     let inputs = input.rows;
     let mut products = vec![0.0; outputs.next_multiple_of(DECODED) * inputs];
-    let memory = || Memory::new(input);
-    let multiply = |memory: &mut Memory, first, products: &mut [f32]| {
+    let multiply = |memory: &mut Memory, task: usize, products: &mut [f32]| {
+        let first = task * TASK_ROWS;
         arch().dispatch(Products { input, weight, outputs, channels, first, memory, products });
     };
-    if is_worth_threads(outputs * channels * inputs, per_microsecond::PACKED) {
-        let tasks = products.par_chunks_mut(TASK_ROWS * inputs).enumerate();
-        tasks.for_each_init(memory, |memory, (task, products)| {
-            multiply(memory, task * TASK_ROWS, products);
-        });
-    } else {
-        multiply(&mut memory(), 0, &mut products);
-    }
+    let work = Work::new(outputs * channels * inputs, per_microsecond::PACKED);
+    let memory = || Memory::new(input);
+    for_each_chunk(work, &mut products, TASK_ROWS * inputs, memory, multiply);
     products
 }
 
@@ -161,21 +156,24 @@ impl Interleaved {
     fn new<T: HostElement>(input: &[T], rows: usize, channels: usize) -> Self {
         let len = channels.next_multiple_of(GROUP);
         let mut all_values = Aligned::zeros(rows * len);
-        let row = |(values, input): (&mut [f32], &[T])| {
-            for (values, input) in values.chunks_mut(GROUP).zip(input.chunks(GROUP)) {
-                let (even, odd) = values.split_at_mut(GROUP / 2);
-                let pairs = input.chunks_exact(2).zip(even.iter_mut().zip(odd));
-                for (pair, (even, odd)) in pairs {
-                    (*even, *odd) = (pair[0].to_f32(), pair[1].to_f32());
-                }
-            }
-        };
         let values = &mut all_values.slice_mut()[..rows * len];
-        if is_worth_threads(rows * len, per_microsecond::VALUES) {
-            values.par_chunks_mut(len).zip(input.par_chunks(channels)).for_each(row);
-        } else {
-            values.chunks_mut(len).zip(input.chunks(channels)).for_each(row);
-        }
+        let work = Work::new(rows * len, per_microsecond::VALUES);
+        for_each_chunk(
+            work,
+            values,
+            len,
+            || (),
+            |(), row, values| {
+                let input = &input[row * channels..][..channels];
+                for (values, input) in values.chunks_mut(GROUP).zip(input.chunks(GROUP)) {
+                    let (even, odd) = values.split_at_mut(GROUP / 2);
+                    let pairs = input.chunks_exact(2).zip(even.iter_mut().zip(odd));
+                    for (pair, (even, odd)) in pairs {
+                        (*even, *odd) = (pair[0].to_f32(), pair[1].to_f32());
+                    }
+                }
+            },
+        );
         Self { values: all_values, rows, len }
     }
 

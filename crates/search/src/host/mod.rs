@@ -26,7 +26,8 @@
 //! | `hadamard.rs`            | the Hadamard transform                                      |
 //! | `decoder/`               | a decoder besides its quantized products                    |
 //! | `int8_weight.rs`         | matrices of signed bytes, for output layers                 |
-//! | `arch.rs`                | the SIMD instructions and the sizes of tasks                |
+//! | `arch.rs`                | the SIMD instructions                                       |
+//! | `threads.rs`             | the threads of a pass, and tasks that are worth them        |
 //! | `dense.rs`               | dense tensors: f32, bf16 and f16, and their blocked axis    |
 
 mod arch;
@@ -54,6 +55,7 @@ mod quantize;
 mod scale_grid;
 mod search;
 mod simd_batch;
+mod threads;
 mod tile_reduce;
 
 pub use decoder::{
@@ -70,3 +72,4 @@ pub use matmul::matmul;
 pub use quantize::{
     amax, quantize, quantize_by_importance, quantize_packed, row_amax, tensor_amax,
 };
+pub use threads::on_awake_threads;

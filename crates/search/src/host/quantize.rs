@@ -4,10 +4,11 @@ use burn_fp4_formats::{Packed, TensorScale, check_length};
 use pulp::NullaryFnOnce;
 use rayon::prelude::*;
 
-use super::arch::{SEARCH_TASK, TASK, arch};
+use super::arch::arch;
 use super::dense::{HostElement, View};
 use super::search::Choose;
 use super::simd_batch::{BATCH, BatchOrder, BlockBatch, MAX_BLOCK, larger};
+use super::threads::{SEARCH_TASK, TASK};
 use crate::error::SearchError;
 use crate::importance::Importance;
 use crate::method::Method;

@@ -4,12 +4,12 @@ use core::array::from_fn;
 
 use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
-use rayon::prelude::*;
 
 use super::exp::exp;
 use crate::error::SearchError;
-use crate::host::arch::{arch, is_worth_threads, per_microsecond};
+use crate::host::arch::arch;
 use crate::host::dots::dots;
+use crate::host::threads::{Work, for_each_chunk, per_microsecond};
 
 /// Largest `head_dim`: heads of a task are on its stack.
 pub const MAX_HEAD_DIM: usize = 256;
@@ -107,7 +107,7 @@ pub fn attention(
 
     let group = heads / kv_heads;
     let (key_cache, value_cache) = (&*key_cache, &*value_cache);
-    let task = |(at, queries): (usize, &mut [f32])| {
+    let task = |(): &mut (), at: usize, queries: &mut [f32]| {
         let (token, kv_head) = (at / kv_heads, at % kv_heads);
         let position = positions[token % tokens];
         let from = head(token / tokens * kv_heads + kv_head, 0);
@@ -116,11 +116,8 @@ pub fn attention(
         arch().dispatch(QueryGroup { queries, keys, values, rotary, position, head_dim });
     };
     let read: usize = positions.iter().map(|position| position + 1).sum();
-    if is_worth_threads(2 * batch * heads * head_dim * read, per_microsecond::ATTENTION) {
-        queries.par_chunks_mut(group * head_dim).enumerate().for_each(task);
-    } else {
-        queries.chunks_mut(group * head_dim).enumerate().for_each(task);
-    }
+    let work = Work::new(2 * batch * heads * head_dim * read, per_microsecond::ATTENTION);
+    for_each_chunk(work, queries, group * head_dim, || (), task);
     Ok(())
 }
 

@@ -4,12 +4,12 @@ use core::array::from_fn;
 
 use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
-use rayon::prelude::*;
 
 use crate::error::SearchError;
-use crate::host::arch::{TASK, arch, is_worth_threads, per_microsecond};
+use crate::host::arch::arch;
 use crate::host::decode::{prefetch, prefetch_distance};
 use crate::host::dots::dots;
+use crate::host::threads::{TASK, Work, for_each_chunk, per_microsecond};
 
 /// Number of columns that a task multiplies at least: their sums stay in the first-level cache, and
 /// a row of them is enough for prefetching.
@@ -35,19 +35,17 @@ const ROWS: usize = 4;
 pub fn gemv(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), SearchError> {
     let n = output.len();
     check_length("weight", input.len() * n, weight.len())?;
-    let columns = if is_worth_threads(weight.len(), per_microsecond::DENSE) {
-        n.div_ceil(rayon::current_num_threads()).next_multiple_of(16).max(COLUMNS)
-    } else {
-        n
-    };
-    let task = |(task, output): (usize, &mut [f32])| {
-        arch().dispatch(Columns { input, weight, n, first: task * columns, output });
-    };
-    if n <= columns {
-        task((0, output));
-    } else {
-        output.par_chunks_mut(columns).enumerate().for_each(task);
-    }
+    let columns = n.div_ceil(rayon::current_num_threads()).next_multiple_of(16).max(COLUMNS);
+    let work = Work::new(weight.len(), per_microsecond::DENSE);
+    for_each_chunk(
+        work,
+        output,
+        columns,
+        || (),
+        |(), task, output| {
+            arch().dispatch(Columns { input, weight, n, first: task * columns, output });
+        },
+    );
     Ok(())
 }
 
@@ -62,15 +60,18 @@ pub fn gemv_rows(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<()
         output.fill(0.0);
         return Ok(());
     }
-    let task = |(weight, output): (&[f32], &mut [f32])| {
-        arch().dispatch(Rows { input, weight, output });
-    };
-    if is_worth_threads(weight.len(), per_microsecond::DENSE) {
-        let rows = (TASK / k).max(1);
-        weight.par_chunks(rows * k).zip(output.par_chunks_mut(rows)).for_each(task);
-    } else {
-        task((weight, output));
-    }
+    let rows = (TASK / k).max(1);
+    let work = Work::new(weight.len(), per_microsecond::DENSE);
+    for_each_chunk(
+        work,
+        output,
+        rows,
+        || (),
+        |(), task, output| {
+            let weight = &weight[task * rows * k..][..output.len() * k];
+            arch().dispatch(Rows { input, weight, output });
+        },
+    );
     Ok(())
 }
 

@@ -5,7 +5,8 @@ use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::error::SearchError;
-use crate::host::arch::{arch, is_worth_threads, per_microsecond};
+use crate::host::arch::arch;
+use crate::host::threads::{Work, for_each_chunk, per_microsecond};
 
 /// Normalizes rows as long as `weight`: `x / sqrt(mean(x^2) + epsilon) * weight`.
 ///
@@ -22,14 +23,17 @@ pub fn rms_norm(
         return Ok(());
     }
     let cols = weight.len();
-    let row = |(input, output): (&[f32], &mut [f32])| {
-        arch().dispatch(NormRow { input, weight, epsilon, output });
-    };
-    if !is_worth_threads(input.len(), per_microsecond::VALUES) {
-        input.chunks(cols).zip(output.chunks_mut(cols)).for_each(row);
-    } else {
-        input.par_chunks(cols).zip(output.par_chunks_mut(cols)).for_each(row);
-    }
+    let work = Work::new(input.len(), per_microsecond::VALUES);
+    for_each_chunk(
+        work,
+        output,
+        cols,
+        || (),
+        |(), row, output| {
+            let input = &input[row * cols..][..cols];
+            arch().dispatch(NormRow { input, weight, epsilon, output });
+        },
+    );
     Ok(())
 }
 
@@ -54,7 +58,7 @@ pub fn add_rms_norm(
         }
         arch().dispatch(NormRow { input: hidden, weight, epsilon, output: update });
     };
-    if !is_worth_threads(hidden.len(), per_microsecond::VALUES) {
+    if !Work::new(hidden.len(), per_microsecond::VALUES).is_worth_threads() {
         hidden.chunks_mut(cols).zip(update.chunks_mut(cols)).for_each(row);
     } else {
         hidden.par_chunks_mut(cols).zip(update.par_chunks_mut(cols)).for_each(row);

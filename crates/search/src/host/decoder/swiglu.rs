@@ -2,11 +2,11 @@
 
 use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
-use rayon::prelude::*;
 
 use super::exp::exp;
 use crate::error::SearchError;
-use crate::host::arch::{arch, is_worth_threads, per_microsecond};
+use crate::host::arch::arch;
+use crate::host::threads::{Work, for_each_chunk, per_microsecond};
 
 /// Number of values of a parallel task.
 const PART: usize = 1 << 12;
@@ -17,12 +17,17 @@ const PART: usize = 1 << 12;
 /// The slices differ in length.
 pub fn swiglu(gate: &mut [f32], up: &[f32]) -> Result<(), SearchError> {
     check_length("up", gate.len(), up.len())?;
-    if !is_worth_threads(gate.len(), per_microsecond::VALUES) {
-        arch().dispatch(SwiGlu { gate, up });
-    } else {
-        let tasks = gate.par_chunks_mut(PART).zip(up.par_chunks(PART));
-        tasks.for_each(|(gate, up)| arch().dispatch(SwiGlu { gate, up }));
-    }
+    let work = Work::new(gate.len(), per_microsecond::VALUES);
+    for_each_chunk(
+        work,
+        gate,
+        PART,
+        || (),
+        |(), part, gate| {
+            let up = &up[part * PART..][..gate.len()];
+            arch().dispatch(SwiGlu { gate, up });
+        },
+    );
     Ok(())
 }
 

@@ -227,8 +227,8 @@ impl<L: Projection> Llama<L> {
         }
     }
 
-    /// Sets how products with packed weights read their input on a host. Returns false if there
-    /// are none.
+    /// Sets how products with packed weights, and with an `lm_head` in int8, read their input on a
+    /// host. Returns false if there are none.
     pub fn set_activations(&mut self, activations: Activations) -> bool {
         let layers = self.layers.iter_mut().flat_map(|layer| {
             let (attention, mlp) = (&mut layer.self_attn, &mut layer.mlp);
@@ -237,7 +237,11 @@ impl<L: Projection> Llama<L> {
             [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
         });
         let layers = layers.chain(&mut self.lm_head);
-        layers.fold(false, |any, layer| layer.set_activations(activations) | any)
+        let any = layers.fold(false, |any, layer| layer.set_activations(activations) | any);
+        let (device, dtype) = (self.embed_tokens.weight.base().device(), self.dtype());
+        let Some(int8_head) = &mut self.int8_head else { return any };
+        int8_head.activations = activations;
+        any | Int8Matrix::multiplies_codes(&device, dtype, 1, int8_head.dims())
     }
 
     /// Rounds a dense `lm_head` to 8 bits. A tied embedding keeps its values for lookups, any other

@@ -3,9 +3,12 @@
 use burn::backend::Dispatch;
 use burn::module::Module;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_fp4_search::Activations;
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 
-use crate::devices::decoder::{DecoderBackend, multiplies_int8};
+use crate::devices::decoder::{
+    DecoderBackend, HostDecoderBackend, has_host_decoder, multiplies_int8,
+};
 use crate::devices::extension::weight_data;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
@@ -30,6 +33,9 @@ pub struct Int8Matrix {
     codes: Tensor<2, Int>,
     /// f32, `[N, K / 32]`.
     scales: Tensor<2>,
+    /// How products read their input on `flex`. Not part of records.
+    #[module(skip)]
+    pub activations: Activations,
 }
 
 impl Int8Matrix {
@@ -52,7 +58,33 @@ impl Int8Matrix {
         Ok(Self {
             codes: Tensor::from_data(weight_data(codes, &device), (&device, DType::I8)),
             scales: Tensor::from_data(weight_data(scales, &device), (&device, DType::F32)),
+            activations: Activations::F32,
         })
+    }
+
+    /// Sets how products read their input on `flex`: in f32, or rounded to 8 bits, which is the
+    /// fastest. Other devices read it in its dtype.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor, TensorData};
+    /// use burn_fp4_ops::{Activations, Int8Matrix};
+    ///
+    /// let weight = Tensor::<2>::full([3, 32], 0.5, &Device::flex());
+    /// let matrix = Int8Matrix::quantize(weight)?.with_activations(Activations::Int8);
+    /// let product = matrix.product(Tensor::<2>::full([1, 32], 2.0, &Device::flex()));
+    /// assert!((product.into_data().as_slice::<f32>().unwrap()[0] - 32.0).abs() < 1e-4);
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
+    #[must_use]
+    pub fn with_activations(mut self, activations: Activations) -> Self {
+        self.activations = activations;
+        self
+    }
+
+    /// `[N, K]`.
+    #[must_use]
+    pub fn dims(&self) -> [usize; 2] {
+        self.codes.dims()
     }
 
     /// Bytes of codes and scales.
@@ -91,7 +123,14 @@ impl Int8Matrix {
             return product_of_nothing(input, outputs);
         }
         let (dtype, input) = (input.dtype(), input.reshape([rows, channels]));
-        let product = if Self::multiplies_codes(&input.device(), dtype, rows, [outputs, channels]) {
+        let rounds = self.activations == Activations::Int8;
+        let product = if rounds && has_host_decoder(&input.device(), [dtype]) {
+            let codes = self.codes.clone().into_dispatch();
+            let scales = self.scales.clone().into_dispatch();
+            let input = input.into_dispatch();
+            let product = Dispatch::decoder_int8_int8_matmul(input, codes, scales);
+            Tensor::<2>::from_dispatch(product)
+        } else if Self::multiplies_codes(&input.device(), dtype, rows, [outputs, channels]) {
             let codes = self.codes.clone().into_dispatch();
             let scales = self.scales.clone().into_dispatch();
             let input = input.into_dispatch();

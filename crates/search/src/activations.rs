@@ -1,6 +1,7 @@
-//! [`Activations`]: the input of a product with a packed weight.
+//! [`Activations`]: the input of a product with a packed weight, or with one of signed bytes.
 
-/// Chooses how a product with a packed weight reads its input on a host.
+/// Chooses how a product with a packed weight, or with one of signed bytes, reads its input on a
+/// host.
 ///
 /// Elements are multiples of 1/2, so that products of their codes with 8-bit integers are exact.
 /// [`Int8`](Self::Int8) uses the processor's instructions for them. It changes outputs by 0.5 % if

@@ -98,7 +98,7 @@ pub(crate) struct ProductOptions {
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
     /// Format of the input of products with FP4 weights on flex and ndarray, except for a tied
-    /// embedding. Defaults to int8 to generate, else to f32.
+    /// embedding, and with an int8 `lm_head` on flex. Defaults to int8 to generate, else to f32.
     #[arg(long, value_enum)]
     activations: Option<ActivationFormat>,
 }
@@ -127,7 +127,7 @@ enum TiedEmbedding {
 /// The formats that products have.
 #[derive(Debug, Serialize)]
 struct ProductFormats {
-    /// None: no product on a host has an FP4 weight.
+    /// None: no product on a host has an FP4 weight or an int8 `lm_head`.
     activations: Option<ActivationFormat>,
     lm_head: LmHead,
 }
@@ -184,8 +184,8 @@ impl ProductOptions {
         }) && is_host(device);
         ensure!(
             matters || self.activations != Some(ActivationFormat::Int8),
-            "--activations int8: no product on flex or ndarray has an FP4 weight; leave the option \
-             out"
+            "--activations int8: no product on flex or ndarray has an FP4 weight or an int8 \
+             `lm_head`; leave the option out"
         );
         let activations = matters.then_some(activations);
         let lm_head = if rounded { LmHead::Int8 } else { LmHead::AsLoaded };

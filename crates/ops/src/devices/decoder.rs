@@ -234,6 +234,13 @@ pub(crate) trait SampleBackend: Backend {
 pub(crate) trait HostDecoderBackend: Backend {
     /// Computes `silu(gate) * up`.
     fn decoder_swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Computes [`DecoderBackend::decoder_int8_weight_matmul`] with an input rounded to 8 bits.
+    fn decoder_int8_int8_matmul(
+        input: FloatTensor<Self>,
+        codes: IntTensor<Self>,
+        scales: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
 }
 
 /// Returns the outputs of [`DecoderBackend::decoder_attention`].

@@ -4,6 +4,7 @@ use burn::backend::Flex;
 use burn::backend::ops::IntTensorOps;
 use burn::tensor::{DType, Shape, read_sync};
 use burn_flex::FlexTensor;
+use burn_fp4_search::Activations;
 use burn_fp4_search::host::{self, AttentionShape, Int8Weight, Rotary};
 
 use super::decoder::{DecoderBackend, HostDecoderBackend};
@@ -51,14 +52,7 @@ impl DecoderBackend for Flex {
         codes: FlexTensor,
         scales: FlexTensor,
     ) -> FlexTensor {
-        let ([m, k], [n, _]) = (dims(&input), dims(&codes));
-        let (input, codes, scales) = (contiguous(input), codes.to_contiguous(), contiguous(scales));
-        let weight =
-            Int8Weight { codes: codes.as_slice().expect(CHECKED), scales: values(&scales) };
-        let mut output = zeros(Shape::new([m, n]));
-        host::int8_weight_matmul(values(&input), weight, [n, k], output.storage_mut())
-            .expect(CHECKED);
-        output
+        int8_weight_matmul(input, codes, scales, Activations::F32)
     }
 
     fn decoder_attention(
@@ -95,11 +89,35 @@ impl DecoderBackend for Flex {
     }
 }
 
+/// Multiplies by the transpose of a matrix of signed bytes.
+fn int8_weight_matmul(
+    input: FlexTensor,
+    codes: FlexTensor,
+    scales: FlexTensor,
+    activations: Activations,
+) -> FlexTensor {
+    let ([m, k], [n, _]) = (dims(&input), dims(&codes));
+    let (input, codes, scales) = (contiguous(input), codes.to_contiguous(), contiguous(scales));
+    let weight = Int8Weight { codes: codes.as_slice().expect(CHECKED), scales: values(&scales) };
+    let mut output = zeros(Shape::new([m, n]));
+    let products = output.storage_mut();
+    host::int8_weight_matmul(values(&input), weight, [n, k], activations, products).expect(CHECKED);
+    output
+}
+
 impl HostDecoderBackend for Flex {
     fn decoder_swiglu(gate: FlexTensor, up: FlexTensor) -> FlexTensor {
         let (mut gate, up) = (contiguous(gate), contiguous(up));
         host::swiglu(values_mut(&mut gate), values(&up)).expect(CHECKED);
         gate
+    }
+
+    fn decoder_int8_int8_matmul(
+        input: FlexTensor,
+        codes: FlexTensor,
+        scales: FlexTensor,
+    ) -> FlexTensor {
+        int8_weight_matmul(input, codes, scales, Activations::Int8)
     }
 }
 

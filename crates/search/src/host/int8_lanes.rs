@@ -54,6 +54,11 @@ pub(super) trait Lanes: Copy {
         elements: [Self::Bytes; N],
         integers: [Self::Bytes; N],
     ) -> Self::Ints;
+    /// Adds the products of integers of magnitude 127 at most, four to a lane.
+    #[inline(always)]
+    fn integer_dot(self, left: Self::Bytes, right: Self::Bytes) -> Self::Ints {
+        self.dot(self.repeat_int(0), [left], [right])
+    }
 
     #[inline(always)]
     fn ints(self, values: &[i32; LANES]) -> Self::Ints {

@@ -9,8 +9,12 @@ use rayon::prelude::*;
 use super::arch::arch;
 use super::decode::{AHEAD, prefetch};
 use super::dots::total;
+use super::int8_input::LANES;
+use super::int8_instructions::Instructions;
+use super::int8_lanes::{LaneWork, Lanes};
 use super::panels::{self, PANEL};
 use super::threads::{Work, for_each_chunk, per_microsecond};
+use crate::activations::Activations;
 use crate::error::SearchError;
 
 /// Number of neighbours in a row that share a scale.
@@ -22,17 +26,20 @@ const INPUTS: usize = 4;
 const TASK_BYTES: usize = 1 << 15;
 /// Number of blocks whose scales lie in a line of the cache.
 const LINE_BLOCKS: usize = 16;
+/// Number of blocks that are multiplied together, if the input is rounded.
+const PAIR: usize = 2;
 
 /// Borrows a matrix of signed bytes, in row-major order.
 ///
 /// ```
+/// use burn_fp4_search::Activations;
 /// use burn_fp4_search::host::{Int8Weight, int8_weight_matmul, quantize_int8};
 ///
 /// let (codes, scales) = quantize_int8(&[254.0; 32])?;
 /// assert_eq!((codes[0], scales[0]), (127, 2.0));
 /// let weight = Int8Weight { codes: &codes, scales: &scales };
 /// let mut output = [0.0];
-/// int8_weight_matmul(&[0.5; 32], weight, [1, 32], &mut output)?;
+/// int8_weight_matmul(&[0.5; 32], weight, [1, 32], Activations::F32, &mut output)?;
 /// assert_eq!(output, [32.0 * 0.5 * 254.0]);
 /// # Ok::<(), burn_fp4_search::SearchError>(())
 /// ```
@@ -92,7 +99,7 @@ impl WithSimd for Rounding<'_> {
 }
 
 /// Computes `input x weight^T` for an input `[inputs, channels]` and a weight of `outputs` rows:
-/// `[inputs, outputs]`.
+/// `[inputs, outputs]`. Blocks of the input are as long as those of the weight, if they are rounded.
 ///
 /// # Errors
 /// A slice of the wrong length, or channels that are not a multiple of [`INT8_BLOCK`].
@@ -100,6 +107,7 @@ pub fn int8_weight_matmul(
     input: &[f32],
     weight: Int8Weight<'_>,
     [outputs, channels]: [usize; 2],
+    activations: Activations,
     output: &mut [f32],
 ) -> Result<(), SearchError> {
     let inputs = input.len().checked_div(channels).unwrap_or(0);
@@ -120,12 +128,35 @@ pub fn int8_weight_matmul(
         &mut panels[..]
     };
     let rows = (TASK_BYTES / channels).max(1).next_multiple_of(PANEL);
-    let task = |(): &mut (), task: usize, products: &mut [f32]| {
-        let first = task * rows;
-        arch().dispatch(WeightRows { input, weight, outputs, channels, first, inputs, products });
-    };
-    let work = Work::new(outputs * channels * inputs, per_microsecond::SIGNED_BYTES);
-    for_each_chunk(work, products, rows * inputs, || (), task);
+    let multiplications = outputs * channels * inputs;
+    match activations {
+        Activations::F32 => {
+            let task = |(): &mut (), task: usize, products: &mut [f32]| {
+                let (first, inputs) = (task * rows, inputs);
+                arch().dispatch(WeightRows {
+                    input,
+                    weight,
+                    outputs,
+                    channels,
+                    first,
+                    inputs,
+                    products,
+                });
+            };
+            let work = Work::new(multiplications, per_microsecond::SIGNED_BYTES);
+            for_each_chunk(work, products, rows * inputs, || (), task);
+        }
+        Activations::Int8 => {
+            let input = &RoundedInput::new(input, [inputs, channels]);
+            let task = |(): &mut (), task: usize, products: &mut [f32]| {
+                let first = task * rows;
+                let rows = IntegerRows { input, weight, outputs, channels, first, products };
+                Instructions::best().run(rows).expect("instructions that the processor has");
+            };
+            let work = Work::new(multiplications, per_microsecond::PACKED_INT8);
+            for_each_chunk(work, products, rows * inputs, || (), task);
+        }
+    }
     if inputs > 1 {
         panels::write(&panels, inputs, output);
     }
@@ -208,6 +239,126 @@ fn row_dots<S: Simd, const M: usize>(
     total::<S, M, 2>(simd, &sums)
 }
 
+/// Holds an input rounded to 8-bit integers. A block of zeros completes the last pair of a row.
+struct RoundedInput {
+    codes: Vec<[i8; INT8_BLOCK]>,
+    /// The scales of a pair of blocks, for each lane of their products.
+    scales: Vec<[f32; LANES]>,
+    rows: usize,
+    /// Number of pairs of a row.
+    pairs: usize,
+}
+
+impl RoundedInput {
+    fn new(input: &[f32], [rows, channels]: [usize; 2]) -> Self {
+        let (blocks, pairs) = (channels / INT8_BLOCK, channels.div_ceil(PAIR * INT8_BLOCK));
+        let mut codes = vec![[0; INT8_BLOCK]; rows * PAIR * pairs];
+        let mut scales = vec![0.0; rows * PAIR * pairs];
+        for row in 0..rows {
+            let input = &input[row * channels..][..channels];
+            let to = row * PAIR * pairs..row * PAIR * pairs + blocks;
+            let (codes, scales) = (&mut codes[to.clone()], &mut scales[to]);
+            arch().dispatch(Rounding { blocks: input.as_chunks().0, codes, scales });
+        }
+        let (pairs_of_scales, _) = scales.as_chunks::<PAIR>();
+        let scales = pairs_of_scales.iter().map(lane_scales).collect();
+        Self { codes, scales, rows, pairs }
+    }
+
+    fn row(&self, row: usize) -> (&[[i8; 4 * LANES]], &[[f32; LANES]]) {
+        let codes = &self.codes[row * PAIR * self.pairs..][..PAIR * self.pairs];
+        let (codes, _) = codes.as_flattened().as_chunks();
+        (codes, &self.scales[row * self.pairs..][..self.pairs])
+    }
+}
+
+/// Returns the scales of two blocks for each lane of their products.
+#[inline(always)]
+fn lane_scales([first, second]: &[f32; PAIR]) -> [f32; LANES] {
+    let mut scales = [*first; LANES];
+    scales[LANES / PAIR..].fill(*second);
+    scales
+}
+
+/// Computes the products of rows of the weight from `first` on, with a rounded input. Sums of
+/// products of codes are exact, and f32 operations have one order, on every processor.
+struct IntegerRows<'a> {
+    input: &'a RoundedInput,
+    weight: Int8Weight<'a>,
+    outputs: usize,
+    channels: usize,
+    first: usize,
+    /// `[panels, inputs, PANEL]`.
+    products: &'a mut [f32],
+}
+
+impl LaneWork for IntegerRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let Self { input, weight, outputs, channels, first, products } = self;
+        let (inputs, blocks) = (input.rows, channels / INT8_BLOCK);
+        let last = outputs.min(first + products.len() / inputs);
+        for row in first..last {
+            let codes = &weight.codes[row * channels..][..channels];
+            let scales = &weight.scales[row * blocks..][..blocks];
+            let (panel, lane) = ((row - first) / PANEL * PANEL, row % PANEL);
+            for to in 0..inputs {
+                let dot = integer_row_dot(lanes, input.row(to), codes, scales);
+                products[panel * inputs + to * PANEL + lane] = dot;
+            }
+        }
+    }
+}
+
+/// Adds the products of two blocks to the sums of their lanes.
+#[inline(always)]
+fn add_pair<L: Lanes>(
+    lanes: L,
+    sums: L::Floats,
+    dots: L::Ints,
+    scales: &[f32; PAIR],
+    input_scales: &[f32; LANES],
+) -> L::Floats {
+    let scales = lanes.mul(lanes.floats(&lane_scales(scales)), lanes.floats(input_scales));
+    lanes.mul_add(lanes.to_floats(dots), scales, sums)
+}
+
+/// Computes the product of a row of the input with a row of the weight.
+#[inline(always)]
+fn integer_row_dot<L: Lanes>(
+    lanes: L,
+    (inputs, input_scales): (&[[i8; 4 * LANES]], &[[f32; LANES]]),
+    codes: &[i8],
+    scales: &[f32],
+) -> f32 {
+    let ((codes, last_codes), (pairs, last_scale)) = (codes.as_chunks(), scales.as_chunks());
+    let mut sums = lanes.repeat_float(0.0);
+    for (at, (codes, scales)) in codes.iter().zip(pairs).enumerate() {
+        prefetch(codes, AHEAD);
+        if at % (LINE_BLOCKS / PAIR) == 0 {
+            prefetch(scales, AHEAD / INT8_BLOCK * size_of::<f32>());
+        }
+        let dots = lanes.integer_dot(lanes.bytes(codes), lanes.bytes(&inputs[at]));
+        sums = add_pair(lanes, sums, dots, scales, &input_scales[at]);
+    }
+    if let [scale] = last_scale {
+        let at = codes.len();
+        let mut block = [0; 4 * LANES];
+        block[..INT8_BLOCK].copy_from_slice(last_codes);
+        let dots = lanes.integer_dot(lanes.bytes(&block), lanes.bytes(&inputs[at]));
+        sums = add_pair(lanes, sums, dots, &[*scale, 0.0], &input_scales[at]);
+    }
+    let mut sums = lanes.store(sums);
+    for half in [8, 4, 2, 1] {
+        for lane in 0..half {
+            sums[lane] += sums[lane + half];
+        }
+    }
+    sums[0]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -229,19 +380,59 @@ mod tests {
                 let half_a_step = 0.5001 * f64::from(scales[at / INT8_BLOCK]);
                 assert!((value(at) - f64::from(*expected)).abs() <= half_a_step);
             }
-            let mut found = vec![f32::NAN; inputs * outputs];
             let view = Int8Weight { codes: &codes, scales: &scales };
-            rayon::scope(|_| {
-                int8_weight_matmul(&input, view, [outputs, channels], &mut found).unwrap();
-            });
-            for (at, found) in found.into_iter().enumerate() {
-                let (row, output) = (at / outputs, at % outputs);
-                let terms = (0..channels).map(|channel| {
-                    value(output * channels + channel) * f64::from(input[row * channels + channel])
+            let (input_codes, input_scales) = quantize_int8(&input).unwrap();
+            for activations in [Activations::F32, Activations::Int8] {
+                let mut found = vec![f32::NAN; inputs * outputs];
+                let (shape, output) = ([outputs, channels], &mut found);
+                rayon::scope(|_| {
+                    int8_weight_matmul(&input, view, shape, activations, output).unwrap();
                 });
-                let expected: f64 = terms.sum();
-                assert!((f64::from(found) - expected).abs() < 1e-5 * channels as f64, "{at}");
+                for (at, found) in found.into_iter().enumerate() {
+                    let (row, output) = (at / outputs, at % outputs);
+                    let terms = (0..channels).map(|channel| {
+                        let at = row * channels + channel;
+                        let factor = match activations {
+                            Activations::F32 => f64::from(input[at]),
+                            Activations::Int8 => {
+                                let scale = f64::from(input_scales[at / INT8_BLOCK]);
+                                f64::from(input_codes[at]) * scale
+                            }
+                        };
+                        value(output * channels + channel) * factor
+                    });
+                    let expected: f64 = terms.sum();
+                    assert!((f64::from(found) - expected).abs() < 1e-5 * channels as f64, "{at}");
+                }
             }
+        }
+    }
+
+    #[test]
+    fn products_of_a_rounded_input_have_the_same_bits_with_every_instruction_set() {
+        let (rows, outputs, channels) = (2, 19, 160);
+        // The largest codes of both signs, and values that are not finite.
+        let codes: Vec<i8> =
+            (0..outputs * channels).map(|at| [127, -127, 5, -90, 0][at * 7 % 11 % 5]).collect();
+        let scales: Vec<f32> =
+            (0..outputs * channels / INT8_BLOCK).map(|at| 0.01 * (at % 13) as f32).collect();
+        let mut input: Vec<f32> =
+            (0..rows * channels).map(|at| [1.0, -1.0, 0.3, 0.0][at * 5 % 7 % 4]).collect();
+        input[channels + 3] = f32::INFINITY;
+        let input = RoundedInput::new(&input, [rows, channels]);
+        let weight = Int8Weight { codes: &codes, scales: &scales };
+        let products = |instructions: &Instructions| {
+            let mut products = vec![0.0; outputs.next_multiple_of(PANEL) * rows];
+            let (input, first, to) = (&input, 0, &mut products[..]);
+            let rows = IntegerRows { input, weight, outputs, channels, first, products: to };
+            instructions.run(rows)?;
+            let nan = products.iter().filter(|product| product.is_nan()).count();
+            assert_eq!(nan, outputs, "those of the second row");
+            Some(products.into_iter().map(f32::to_bits).collect::<Vec<_>>())
+        };
+        let found: Vec<_> = Instructions::ALL.iter().filter_map(products).collect();
+        for other in &found {
+            assert_eq!(*other, found[0]);
         }
     }
 

@@ -143,6 +143,23 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         sums
     }
     #[inline(always)]
+    fn integer_dot(self, left: Self::Bytes, right: Self::Bytes) -> Self::Ints {
+        let mut sums = self.repeat_int(0);
+        for half in 0..2 {
+            // The instructions multiply an unsigned byte by a signed one.
+            let magnitudes = call!(_mm256_abs_epi8(left[half]));
+            let signed = call!(_mm256_sign_epi8(right[half], left[half]));
+            sums[half] = if VNNI {
+                call!(_mm256_dpbusd_avx_epi32(sums[half], magnitudes, signed))
+            } else {
+                // 2 products of 127 x 127 fit into 16 bits.
+                let pairs = call!(_mm256_maddubs_epi16(magnitudes, signed));
+                call!(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+            };
+        }
+        sums
+    }
+    #[inline(always)]
     fn repeat_int(self, value: i32) -> Self::Ints {
         [call!(_mm256_set1_epi32(value)); 2]
     }
@@ -266,6 +283,14 @@ impl Lanes for Avx512 {
             sums = call!(_mm512_dpbusd_epi32(sums, elements[at], integers[at]));
         }
         sums
+    }
+    #[inline(always)]
+    fn integer_dot(self, left: Self::Bytes, right: Self::Bytes) -> Self::Ints {
+        // The instruction multiplies an unsigned byte by a signed one: 128 makes it unsigned.
+        let (zero, offset) = (self.repeat_int(0), call!(_mm512_set1_epi8(i8::MIN)));
+        let unsigned = call!(_mm512_xor_si512(right, offset));
+        let sums = call!(_mm512_dpbusd_epi32(zero, unsigned, left));
+        call!(_mm512_sub_epi32(sums, _mm512_dpbusd_epi32(zero, offset, left)))
     }
     #[inline(always)]
     fn repeat_int(self, value: i32) -> Self::Ints {

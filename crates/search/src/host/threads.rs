@@ -158,7 +158,7 @@ pub fn on_awake_threads<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
             // A busy thread gets here where its pass waits for a task: the pass must go on.
             if !BUSY.get() {
                 let _busy = Replaced::new(&BUSY, true);
-                of_thread.look_for_tasks();
+                of_thread.look_for_tasks(IDLE);
             }
         });
         let _team = Replaced::new(&TEAM, Arc::as_ptr(&team));
@@ -250,10 +250,11 @@ impl Team {
         self.inside.fetch_sub(1, Ordering::SeqCst);
     }
 
-    fn look_for_tasks(&self) {
+    /// Takes part in works until the pass is done, or no task was found for `idle_rounds` rounds.
+    fn look_for_tasks(&self, idle_rounds: usize) {
         self.looking.fetch_add(1, Ordering::Relaxed);
         let (mut idle, mut seen) = (0, 0);
-        while idle < IDLE && !self.done.load(Ordering::Relaxed) {
+        while idle < idle_rounds && !self.done.load(Ordering::Relaxed) {
             let mut found = false;
             for _ in 0..LOOKS {
                 let posted = self.posted.load(Ordering::Acquire);
@@ -331,36 +332,41 @@ mod tests {
     /// Work that is worth threads everywhere.
     const LARGE: Work = Work(1000);
 
-    /// Runs passes on two threads until one of them had a team, which takes part only sometimes.
-    fn run_with_team<R: Send>(mut pass: impl FnMut() -> R + Send) -> R {
-        let pool = two_threads();
-        let mut with_team = || {
-            let looks = (0..10_000).find(|_| {
-                thread::yield_now();
-                Team::of_pass().is_some()
-            });
-            looks.map(|_| pass())
-        };
-        let mut passes = (0..1000).map(|_| pool.install(|| on_awake_threads(&mut with_team)));
-        passes.find_map(|result| result).expect("a pass with a team")
+    /// Runs a pass with a team of one other thread, which does not leave it.
+    fn run_with_team<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
+        two_threads().install(|| {
+            let team = Team::default();
+            thread::scope(|scope| {
+                let _done = SetOnDrop(&team.done);
+                scope.spawn(|| team.look_for_tasks(usize::MAX));
+                while team.looking.load(Ordering::Relaxed) == 0 {
+                    thread::yield_now();
+                }
+                let _team = Replaced::new(&TEAM, &raw const team);
+                pass()
+            })
+        })
     }
 
     #[test]
     fn tasks_of_a_pass_run_once_each_on_all_threads() {
-        let run = || {
-            let (calls, states) = (AtomicUsize::new(0), AtomicUsize::new(0));
-            let mut values = vec![0; 10_001];
-            let state = || states.fetch_add(1, Ordering::Relaxed);
-            for_each_chunk(LARGE, &mut values, 7, state, |_, at, chunk| {
-                calls.fetch_add(1, Ordering::Relaxed);
-                chunk.iter_mut().for_each(|value| *value += at + 1);
-            });
-            assert_eq!(calls.into_inner(), 1429);
-            assert!(values.iter().enumerate().all(|(at, value)| *value == at / 7 + 1));
-            states.into_inner()
-        };
-        let runs = (0..1000).map(|_| run_with_team(|| (0..100).map(|_| run()).max()));
-        assert!(runs.into_iter().any(|states| states == Some(2)), "one thread alone");
+        run_with_team(|| {
+            for _ in 0..1000 {
+                let (calls, states) = (AtomicUsize::new(0), AtomicUsize::new(0));
+                let mut values = vec![0; 10_001];
+                let state = || states.fetch_add(1, Ordering::Relaxed);
+                for_each_chunk(LARGE, &mut values, 7, state, |_, at, chunk| {
+                    // The last task waits for the other thread.
+                    while at == 1428 && states.load(Ordering::Relaxed) < 2 {
+                        thread::yield_now();
+                    }
+                    calls.fetch_add(1, Ordering::Relaxed);
+                    chunk.iter_mut().for_each(|value| *value += at + 1);
+                });
+                assert_eq!(calls.into_inner(), 1429);
+                assert!(values.iter().enumerate().all(|(at, value)| *value == at / 7 + 1));
+            }
+        });
     }
 
     #[test]

@@ -238,7 +238,8 @@ pub(crate) fn measure(runs: usize, json: bool) {
         let mut decoder = Decoder::new(shape, &device);
         rows.push(row(shape, "f32", &decoder, runs, &device));
         let head = Int8Matrix::quantize(decoder.embed_tokens.weight.val());
-        decoder.int8_head = Some(head.expect("blocks of 32"));
+        let head = head.expect("blocks of 32").with_activations(Activations::Int8);
+        decoder.int8_head = Some(head);
         let dense = decoder.layers.clone();
         for (weights, config) in [("nvfp4", Fp4Config::nvfp4()), ("mxfp4", Fp4Config::mxfp4())] {
             decoder.layers = dense.clone();

@@ -8,8 +8,8 @@ use burn::backend::{BackendTensor, DispatchTensorKind};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::Replay;
 use burn_fp4_ops::{
-    Int8Matrix, KvCache, RotaryEmbedding, SampleOptions, add_rms_norm, attention, dense_matmul,
-    rms_norm, sample, swiglu,
+    Activations, Int8Matrix, KvCache, RotaryEmbedding, SampleOptions, add_rms_norm, attention,
+    dense_matmul, rms_norm, sample, swiglu,
 };
 use tests::engines::devices;
 use tests::tensors::{floats, random};
@@ -175,6 +175,24 @@ fn views_are_read_in_their_order_and_left_as_they_are() {
         found.extend([cache.keys, cache.values, held].into_iter().flat_map(floats));
         found
     });
+}
+
+#[test]
+fn an_int8_matrix_rounds_its_input_on_flex_alone() {
+    for (name, device, dtypes) in devices() {
+        for &dtype in &dtypes {
+            let matrix = Int8Matrix::quantize(random(1, [40, 96], &device)).expect("blocks of 32");
+            let input = random::<2>(2, [3, 96], &device).cast(dtype);
+            let exact = floats(matrix.product(input.clone()));
+            let found = floats(matrix.with_activations(Activations::Int8).product(input));
+            let rounds = name == "flex" && dtype == DType::F32;
+            assert_eq!(exact != found, rounds, "{name} {dtype:?}");
+            let square = |values: &[f32]| values.iter().map(|x| x * x).sum::<f32>();
+            let differences: Vec<f32> = exact.iter().zip(&found).map(|(a, b)| a - b).collect();
+            let relative = (square(&differences) / square(&exact)).sqrt();
+            assert!(relative < 0.01, "{name} {dtype:?}: {relative}");
+        }
+    }
 }
 
 #[test]

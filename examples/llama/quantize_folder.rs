@@ -213,8 +213,7 @@ impl QuantizeFolder<'_> {
     }
 }
 
-/// Says how to go on after an error. The same command would meet it again, unless the file system
-/// has failed.
+/// Says how to go on after an error.
 fn unfinished(error: anyhow::Error, partial: &Path) -> anyhow::Error {
     let partial = partial.display();
     let failed = |cause: &(dyn std::error::Error + 'static)| cause.is::<std::io::Error>();
@@ -223,7 +222,7 @@ fn unfinished(error: anyhow::Error, partial: &Path) -> anyhow::Error {
             "{error:#}; run the same command with --resume to go on, or remove {partial}"
         );
     }
-    anyhow!("{error:#}; to start over, remove {partial}")
+    anyhow!("{error:#}; add --resume once the cause is mended, or remove {partial} to start over")
 }
 
 /// Reads the notes of an earlier run, by the place of the weight.

@@ -81,7 +81,7 @@ impl Int8Matrix {
         self
     }
 
-    /// `[N, K]`.
+    /// Returns `[N, K]`.
     #[must_use]
     pub fn dims(&self) -> [usize; 2] {
         self.codes.dims()

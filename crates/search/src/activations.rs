@@ -1,7 +1,7 @@
 //! [`Activations`]: the input of a product with a packed weight, or with one of signed bytes.
 
-/// Chooses how a product with a packed weight, or with one of signed bytes, reads its input on a
-/// host.
+/// Chooses how a product with a packed weight reads its input on a host, and one with signed bytes
+/// on `flex` in f32.
 ///
 /// Elements are multiples of 1/2, so that products of their codes with 8-bit integers are exact.
 /// [`Int8`](Self::Int8) uses the processor's instructions for them. It changes outputs by 0.5 % if
@@ -16,6 +16,6 @@ pub enum Activations {
     /// Rounds each block of the input, as long as a block of the weight, to 8-bit integers: to the
     /// nearest multiple of a 127th of its largest magnitude. Block sums are exact, and scaled and
     /// added in f32, in an order that is the same on every processor. A block with NaN or infinity
-    /// makes its row NaN.
+    /// makes its row NaN. For signed bytes, values below 1.5e-36 become zeros.
     Int8,
 }

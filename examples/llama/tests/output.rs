@@ -89,9 +89,10 @@ fn commands_print_80_columns_and_the_next_command() {
     assert_eq!((formats(&asked), &asked["texts"]), (formats(&int8), &int8["texts"]));
     assert_eq!(formats(&printed(&generate, &f32)), ["f32", "as-loaded"]);
     assert_eq!(formats(&printed(&perplexity, &[])), ["f32", "as-loaded"]);
-    // Of a dense model no product has a choice.
+    // A dense model has no product with a choice, but that with an int8 `lm_head`.
     let dense = ["generate", trained, "--prompt", "And ", "--tokens", "2", "--activations", "int8"];
-    let refused = llama(&dense).output().unwrap();
+    assert_eq!(formats(&printed(&dense, &[])), ["int8", "int8"]);
+    let refused = llama(&[&dense[..], &["--lm-head", "as-loaded"]].concat()).output().unwrap();
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(!refused.status.success() && said.contains("leave the option out"), "{said}");
 }

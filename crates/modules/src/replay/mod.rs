@@ -30,7 +30,7 @@ const MOST: usize = 16;
 /// wgpu), and replayed from then on. A captured pass is one launch on CUDA, instead of hundreds; on
 /// wgpu CubeCL encodes the prepared launches again. Elsewhere the pass itself runs, with the same
 /// results; [`is_graph`](Self::is_graph) says which. On hosts a thread of rayon's pool runs it, and
-/// the others stay awake: operations need not wake one up each.
+/// the others stay awake while it has tasks for them: operations need not wake one up each.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};

@@ -49,17 +49,17 @@ impl Work {
     /// those that are awake; any other one sleeps until a thread of the pool has woken up and has
     /// done the work.
     pub(super) fn is_worth_threads(self) -> bool {
-        let microseconds = match (TEAM.get().is_null(), rayon::current_thread_index()) {
-            (false, _) => 2,
-            (true, Some(_)) => 8,
-            (true, None) => 80,
+        let microseconds = match (Team::of_pass(), rayon::current_thread_index()) {
+            (Some(_), _) => 2,
+            (None, Some(_)) => 8,
+            (None, None) => 80,
         };
         self.0 > microseconds && rayon::current_num_threads() > 1
     }
 }
 
-/// Runs a task for each chunk of `len` values, with its number: by all threads, if the work is
-/// worth it. A thread makes one state for its tasks.
+/// Runs a task for each chunk of `len` values, given its number. All threads share the tasks if the
+/// work is worth it. A thread makes one state for its tasks.
 pub(super) fn for_each_chunk<T: Send, S>(
     work: Work,
     values: &mut [T],
@@ -67,7 +67,8 @@ pub(super) fn for_each_chunk<T: Send, S>(
     state: impl Fn() -> S + Sync + Send,
     task: impl Fn(&mut S, usize, &mut [T]) + Sync + Send,
 ) {
-    if !work.is_worth_threads() {
+    debug_assert!(len > 0);
+    if values.len() <= len || !work.is_worth_threads() {
         let mut state = state();
         return values
             .chunks_mut(len)
@@ -140,7 +141,7 @@ thread_local! {
 /// A decoder's products take tens of microseconds each, about as long as it takes to wake up a
 /// thread, which rayon puts to sleep between two of them. The other threads sleep again when the
 /// pass ends, or earlier if it has no task for some hundreds of microseconds. The pass does not wait
-/// for them: they may have other tasks.
+/// for them: they may have other tasks. A pass inside of a pass calls them back.
 ///
 /// ```
 /// use burn_fp4_search::host::on_awake_threads;
@@ -149,18 +150,21 @@ thread_local! {
 /// ```
 pub fn on_awake_threads<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
     rayon::scope(|_| {
+        let outer = TEAM.get();
+        if !outer.is_null() {
+            // SAFETY: it is the pointer of an `Arc`, which the outer pass holds.
+            let team = unsafe {
+                Arc::increment_strong_count(outer);
+                Arc::from_raw(outer)
+            };
+            team.call_threads();
+            return pass();
+        }
         let team = Arc::new(Team::default());
         // Also if the pass panics.
         let _done = SetOnDrop(&team.done);
         let _busy = Replaced::new(&BUSY, true);
-        let of_thread = Arc::clone(&team);
-        rayon::spawn_broadcast(move |_| {
-            // A busy thread gets here where its pass waits for a task: the pass must go on.
-            if !BUSY.get() {
-                let _busy = Replaced::new(&BUSY, true);
-                of_thread.look_for_tasks(IDLE);
-            }
-        });
+        team.call_threads();
         let _team = Replaced::new(&TEAM, Arc::as_ptr(&team));
         pass()
     })
@@ -212,6 +216,21 @@ struct Team {
 }
 
 impl Team {
+    /// Calls the threads that do not look for tasks yet.
+    fn call_threads(self: &Arc<Self>) {
+        if self.looking.load(Ordering::Relaxed) + 1 >= rayon::current_num_threads() {
+            return;
+        }
+        let team = Arc::clone(self);
+        rayon::spawn_broadcast(move |_| {
+            // A busy thread gets here where its pass waits for a task: the pass must go on.
+            if !BUSY.get() {
+                let _busy = Replaced::new(&BUSY, true);
+                team.look_for_tasks(IDLE);
+            }
+        });
+    }
+
     /// Returns the team of the pass that this thread runs, if any other thread looks for tasks.
     fn of_pass() -> Option<&'static Self> {
         // SAFETY: `on_awake_threads` holds the team until the pass ends, and the caller is inside
@@ -288,6 +307,10 @@ impl Drop for Posted<'_> {
                 thread::yield_now();
             }
         }
+        if thread::panicking() {
+            // Of the same work: no later one must end with it.
+            *self.0.panic.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
     }
 }
 
@@ -335,14 +358,14 @@ mod tests {
     /// Runs a pass with a team of one other thread, which does not leave it.
     fn run_with_team<R: Send>(pass: impl FnOnce() -> R + Send) -> R {
         two_threads().install(|| {
-            let team = Team::default();
+            let team = Arc::new(Team::default());
             thread::scope(|scope| {
                 let _done = SetOnDrop(&team.done);
                 scope.spawn(|| team.look_for_tasks(usize::MAX));
                 while team.looking.load(Ordering::Relaxed) == 0 {
                     thread::yield_now();
                 }
-                let _team = Replaced::new(&TEAM, &raw const team);
+                let _team = Replaced::new(&TEAM, Arc::as_ptr(&team));
                 pass()
             })
         })
@@ -366,6 +389,48 @@ mod tests {
                 assert_eq!(calls.into_inner(), 1429);
                 assert!(values.iter().enumerate().all(|(at, value)| *value == at / 7 + 1));
             }
+        });
+    }
+
+    /// The other thread leaves the outer pass, which has no tasks, and comes back.
+    #[test]
+    fn a_pass_inside_of_a_pass_has_the_threads_of_the_outer_one() {
+        let wait_for_team = || {
+            while !on_awake_threads(|| Team::of_pass().is_some()) {
+                thread::yield_now();
+            }
+        };
+        two_threads().install(|| {
+            on_awake_threads(|| {
+                let outer = TEAM.get();
+                wait_for_team();
+                let address = outer.addr();
+                assert_eq!(on_awake_threads(|| TEAM.get().addr()), address);
+                // SAFETY: the team of this pass.
+                let looking = || unsafe { &*outer }.looking.load(Ordering::Relaxed);
+                while looking() > 0 {
+                    thread::yield_now();
+                }
+                wait_for_team();
+            });
+        });
+    }
+
+    #[test]
+    fn a_panic_of_two_threads_does_not_end_a_later_work() {
+        run_with_team(|| {
+            let states = AtomicUsize::new(0);
+            let state = || states.fetch_add(1, Ordering::Relaxed);
+            let task = |_: &mut usize, _: usize, _: &mut [i32]| {
+                // Each of both threads has a task.
+                while states.load(Ordering::Relaxed) < 2 {
+                    thread::yield_now();
+                }
+                panic!("a task");
+            };
+            let panics = || for_each_chunk(LARGE, &mut [0; 2], 1, state, task);
+            assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
+            for_each_chunk(LARGE, &mut [0; 2], 1, || (), |(), _, _| ());
         });
     }
 

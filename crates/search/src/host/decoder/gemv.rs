@@ -35,8 +35,12 @@ const ROWS: usize = 4;
 pub fn gemv(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), SearchError> {
     let n = output.len();
     check_length("weight", input.len() * n, weight.len())?;
-    let columns = n.div_ceil(rayon::current_num_threads()).next_multiple_of(16).max(COLUMNS);
     let work = Work::new(weight.len(), per_microsecond::DENSE);
+    let columns = if work.is_worth_threads() {
+        n.div_ceil(rayon::current_num_threads()).next_multiple_of(16).max(COLUMNS)
+    } else {
+        n.max(1)
+    };
     for_each_chunk(
         work,
         output,

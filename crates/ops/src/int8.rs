@@ -13,6 +13,9 @@ use crate::devices::extension::weight_data;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
 
+/// Values of a weight that are read from its device, and rounded, at a time.
+const PART: usize = 1 << 24;
+
 /// A matrix `[N, K]` of signed bytes with an f32 scale for each 32 neighbours in a row, 28 % of its
 /// size in f32: for the output layer of a language model, which FP4 costs more accuracy than it
 /// costs other layers.
@@ -50,9 +53,15 @@ impl Int8Matrix {
         if !cols.is_multiple_of(INT8_BLOCK) {
             return Err(OpsError::Indivisible { axis: 1, length: cols, block_size: INT8_BLOCK });
         }
-        let weight = weight.cast(DType::F32).try_into_data();
-        let weight = weight.map_err(OpsError::device)?;
-        let (codes, scales) = quantize_int8(weight.as_slice::<f32>().expect("cast to f32"))?;
+        let (mut codes, mut scales) = (Vec::with_capacity(rows * cols), Vec::new());
+        let step = (PART / cols.max(1)).max(1);
+        for first in (0..rows).step_by(step) {
+            let part = weight.clone().slice([first..rows.min(first + step)]);
+            let part = part.cast(DType::F32).try_into_data().map_err(OpsError::device)?;
+            let part = quantize_int8(part.as_slice::<f32>().expect("cast to f32"))?;
+            codes.extend(part.0);
+            scales.extend(part.1);
+        }
         let codes = TensorData::new(codes, [rows, cols]);
         let scales = TensorData::new(scales, [rows, cols / INT8_BLOCK]);
         Ok(Self {
@@ -147,5 +156,24 @@ impl Int8Matrix {
         let codes = self.codes.clone().float().cast(DType::F32);
         let codes = codes.reshape([rows, cols / INT8_BLOCK, INT8_BLOCK]);
         (codes * self.scales.clone().unsqueeze_dim(2)).reshape([rows, cols])
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_weight_of_several_parts_has_the_rows_of_each() {
+        let cols = 64;
+        let rows = PART / cols + 3;
+        let device = Device::flex();
+        let value = |at: usize| (at as u32).wrapping_mul(2_654_435_761) as f32;
+        let values: Vec<_> = (0..rows * cols).map(value).collect();
+        let (codes, scales) = quantize_int8(&values).unwrap();
+        let weight = Tensor::from_data(TensorData::new(values, [rows, cols]), &device);
+        let found = Int8Matrix::quantize(weight).unwrap();
+        assert!(found.codes.into_data().as_slice::<i8>().unwrap() == codes);
+        assert!(found.scales.into_data().as_slice::<f32>().unwrap() == scales);
     }
 }

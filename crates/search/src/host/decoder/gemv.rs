@@ -11,9 +11,14 @@ use crate::host::decode::{prefetch, prefetch_distance};
 use crate::host::dots::dots;
 use crate::host::threads::{TASK, Work, for_each_chunk, per_microsecond};
 
-/// Number of columns that a task multiplies at least: their sums stay in the first-level cache, and
-/// a row of them is enough for prefetching.
-const COLUMNS: usize = 256;
+/// Number of values of a weight that a task multiplies at most, if its rows are no longer than
+/// [`COLUMNS`]: whole rows, an even number of tasks. Short stretches of memory are read slower.
+const VALUES: usize = 1 << 18;
+/// A weight of fewer values is one task.
+const LEAST: usize = 1 << 15;
+/// Number of columns that a task multiplies of longer rows: their sums stay in the first-level
+/// cache, and a part of a row is long enough for prefetching.
+const COLUMNS: usize = 2048;
 /// Number of rows that are read at a time: one stream alone waits for the memory.
 const ROWS: usize = 4;
 
@@ -36,20 +41,42 @@ pub fn gemv(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), Sea
     let n = output.len();
     check_length("weight", input.len() * n, weight.len())?;
     let work = Work::new(weight.len(), per_microsecond::DENSE);
-    let columns = if work.is_worth_threads() {
-        n.div_ceil(rayon::current_num_threads()).next_multiple_of(16).max(COLUMNS)
-    } else {
-        n.max(1)
-    };
+    // Tasks do not depend on the number of threads, and so do not the sums.
+    if n > COLUMNS {
+        for_each_chunk(
+            work,
+            output,
+            COLUMNS,
+            || (),
+            |(), task, output| {
+                arch().dispatch(Columns { input, weight, n, first: task * COLUMNS, output });
+            },
+        );
+        return Ok(());
+    }
+    if weight.len() < LEAST {
+        arch().dispatch(Columns { input, weight, n, first: 0, output });
+        return Ok(());
+    }
+    let tasks = weight.len().div_ceil(VALUES).next_multiple_of(2);
+    let rows = input.len().div_ceil(tasks).next_multiple_of(ROWS);
+    let mut sums = vec![0.0; input.len().div_ceil(rows) * n];
     for_each_chunk(
         work,
-        output,
-        columns,
+        &mut sums,
+        n,
         || (),
         |(), task, output| {
-            arch().dispatch(Columns { input, weight, n, first: task * columns, output });
+            let input = input.chunks(rows).nth(task).expect("a chunk for each task");
+            let weight = &weight[task * rows * n..];
+            arch().dispatch(Columns { input, weight, n, first: 0, output });
         },
     );
+    let (first, others) = sums.split_at(n);
+    output.copy_from_slice(first);
+    for sums in others.chunks(n) {
+        output.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+    }
     Ok(())
 }
 
@@ -91,18 +118,31 @@ impl WithSimd for Columns<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) {
+    fn with_simd<S: Simd>(self, simd: S) {
         let Self { input, weight, n, first, output } = self;
         let columns = output.len();
         output.fill(0.0);
         let (whole, tail) = input.as_chunks::<ROWS>();
         let row = |at: usize| &weight[at * n + first..][..columns];
+        // The processor prefetches along a row, and a task reads only a part of each.
+        let distance = ROWS * n * size_of::<f32>();
         for (at, inputs) in whole.iter().enumerate() {
-            let [a, b, c, d] = from_fn(|index| row(ROWS * at + index));
+            let rows = from_fn::<_, ROWS, _>(|index| row(ROWS * at + index));
+            let [x, y, z, w] = inputs.map(|input| simd.splat_f32s(input));
+            let [a, b, c, d] = rows.map(|row| S::as_simd_f32s(row).0);
+            let (sums, sums_tail) = S::as_mut_simd_f32s(output);
+            for (at, sum) in sums.iter_mut().enumerate() {
+                for row in [a, b, c, d] {
+                    prefetch(&row[at..], distance);
+                }
+                let first = simd.add_f32s(simd.mul_f32s(x, a[at]), simd.mul_f32s(y, b[at]));
+                let last = simd.add_f32s(simd.mul_f32s(z, c[at]), simd.mul_f32s(w, d[at]));
+                *sum = simd.add_f32s(*sum, simd.add_f32s(first, last));
+            }
             let [x, y, z, w] = *inputs;
-            let terms = a.iter().zip(b).zip(c).zip(d);
-            for (sum, (((a, b), c), d)) in output.iter_mut().zip(terms) {
-                *sum += (x * a + y * b) + (z * c + w * d);
+            let [a, b, c, d] = rows.map(|row| &row[columns - sums_tail.len()..]);
+            for (at, sum) in sums_tail.iter_mut().enumerate() {
+                *sum += (x * a[at] + y * b[at]) + (z * c[at] + w * d[at]);
             }
         }
         for (at, input) in tail.iter().enumerate() {

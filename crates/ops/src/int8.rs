@@ -56,7 +56,7 @@ impl Int8Matrix {
         let (mut codes, mut scales) = (Vec::with_capacity(rows * cols), Vec::new());
         let step = (PART / cols.max(1)).max(1);
         for first in (0..rows).step_by(step) {
-            let part = weight.clone().slice([first..rows.min(first + step)]);
+            let part = weight.clone().narrow(0, first, step.min(rows - first));
             let part = part.cast(DType::F32).try_into_data().map_err(OpsError::device)?;
             let part = quantize_int8(part.as_slice::<f32>().expect("cast to f32"))?;
             codes.extend(part.0);

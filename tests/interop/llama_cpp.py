@@ -33,8 +33,8 @@ WINDOW, STRIDE, WINDOWS = 256, 128, 40
 # Tests, servers and downloads are left out.
 OPTIONS = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF",
            "-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DBUILD_SHARED_LIBS=OFF"]
-# Its kernels for AMX end with a segmentation fault on some virtual machines: what processors with
-# AMX have besides.
+# The other instructions of processors with AMX. llama.cpp's kernels for AMX end with a segmentation
+# fault on some virtual machines.
 WITHOUT_AMX = [f"-DGGML_{name}=ON" for name in (
     "AVX", "AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")]
 SMOLLM2 = Path(__file__).parents[1] / "large/smollm2.py"

@@ -13,7 +13,7 @@ use crate::devices::extension::weight_data;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
 
-/// Values of a weight that are read from its device, and rounded, at a time.
+/// Number of values that [`Int8Matrix::quantize`] reads from the device at a time, as f32.
 const PART: usize = 1 << 24;
 
 /// A matrix `[N, K]` of signed bytes with an f32 scale for each 32 neighbours in a row, 28 % of its

@@ -9,8 +9,8 @@ use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Activations, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
     PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
-    cubecl, dequantize, fake_quantize, hadamard, hessian_factor, quantize, quantize_by_hessian,
-    quantize_gptq, quantize_weighted, squared_error,
+    cubecl, dequantize, fake_quantize, fp8_rows, hadamard, hessian_factor, quantize,
+    quantize_by_hessian, quantize_gptq, quantize_weighted, squared_error,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, View};
@@ -18,7 +18,7 @@ use burn_fp4_search::squares::squared_sums;
 use burn_fp4_search::{
     BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme, Gptq, Gram,
     GramLayout, Hadamard, Importance, Method, NonFinite, Rounding, ScaleRule, SearchError, Sse,
-    TensorScaling, quantize as oracle,
+    TensorScaling, fp8_rows as facts, fp8_values, quantize as oracle, round_to_fp8,
 };
 use tests::compare::{assert_bits, assert_same};
 use tests::golden::Golden;
@@ -137,6 +137,43 @@ impl Device {
         let exact = exact_products(&packed.dequantize(), &input.to_f32(), added.as_deref(), k);
         for (plan, found) in found.iter().enumerate() {
             assert_products(&format!("{matmul:?}, plan {plan}"), found, &exact, dtype);
+        }
+    }
+
+    /// Compares a product in FP8 with the exact product of the rounded input and weight, and the
+    /// facts about the weight with the host's.
+    fn check_fp8(&self, [m, n, k]: [usize; 3], scheme: Fp4Scheme, dtype: Dtype, bias: bool) {
+        let random = |rows, cols, seed| {
+            Dense::new(rows, cols, &Kind::Outliers.values(rows * cols, seed), dtype)
+        };
+        let (weight, input, added) = (random(n, k, 1), random(m, k, 2), random(1, n, 3));
+        let (format, block_size) = (scheme.format(), scheme.block_size);
+        let packed = oracle(&weight.to_f32(), n, k, &scheme).expect("valid");
+        let (client, device) = (&self.client, &self.capability);
+        let matmul = Matmul { m, n, k, format, block_size, dtype: kernel_dtype(dtype) };
+        let rows = fp8_rows(client, upload_packed(client, &packed), &matmul);
+        let rows = rows.expect("memory of these lengths");
+        assert_eq!(floats(client, rows.clone(), KernelDtype::F32), facts(&packed));
+        let rounded: Vec<f32> = input.to_f32().chunks(k).flat_map(round_to_fp8).collect();
+        let bias_values = bias.then(|| added.to_f32());
+        let exact = exact_products(&fp8_values(&packed), &rounded, bias_values.as_deref(), k);
+        // A small device gets larger tiles, which take long to emulate.
+        let small = Capability { cubes: 4, ..*device };
+        let devices: &[_] = match device.wgmma {
+            WgmmaSupport::Ptx => &[*device, small],
+            _ => &[*device],
+        };
+        for device in devices {
+            let planned = matmul.fp8(device).expect("a plan");
+            let (weight, input) = (upload_packed(client, &packed), upload(client, &input));
+            let bias = bias.then(|| upload(client, &added));
+            let output = planned.run(client, weight, rows.clone(), input, bias);
+            let found = floats(client, output.expect("memory of these lengths"), matmul.dtype);
+            let what = format!("{planned:?}");
+            match device.wgmma {
+                WgmmaSupport::Ptx => assert_fp8_products(&what, &found, &exact, k, dtype),
+                _ => assert_products(&what, &found, &exact, dtype),
+            }
         }
     }
 
@@ -271,6 +308,24 @@ impl Device {
             assert!(near || unknown, "{what}: squared error {found}, not {expected}");
         }
     }
+}
+
+/// Compares outputs with exact products, within the errors of the instructions: a multiplication of
+/// 32 values of k rounds each product and the sum, towards zero, to 13 bits below the largest. The
+/// root mean square of all errors is far smaller.
+fn assert_fp8_products(what: &str, found: &[f32], exact: &[(f64, f64)], k: usize, dtype: Dtype) {
+    let once = if dtype == Dtype::F16 { 2f64.powi(-11) } else { 2f64.powi(-8) };
+    let steps = 2f64.powi(-8) * (k / 32 + 2) as f64;
+    let (mut errors, mut sums) = (0.0, 0.0);
+    for (at, (&found, &(sum, size))) in found.iter().zip(exact).enumerate() {
+        let error = (f64::from(found) - sum).abs();
+        let near = error <= steps * size + once * sum.abs() + 1e-7;
+        assert!(near, "{what}, output {at}: {found}, not {sum}");
+        errors += error * error;
+        sums += sum * sum;
+    }
+    let relative = (errors / sums).sqrt();
+    assert!(relative < 0.03, "{what}: outputs are {relative} off");
 }
 
 /// Plans every kernel that takes the matmul, also for a small device, which gets larger tiles.
@@ -575,6 +630,56 @@ fn emulated_wgmma_gives_the_products() {
     matmul.wgmma(&device.capability).expect("a plan");
     device.check_product(20, 24, 256, by_row, Dtype::Bf16, true);
     device.check_product(17, 72, 128, Fp4Scheme::mxfp4(), Dtype::F16, false);
+}
+
+/// Tests the code around the instructions; see [`emulated_wgmma_gives_the_products`].
+#[test]
+fn emulated_wgmma_gives_the_products_in_fp8() {
+    let mut device = Device::new();
+    device.capability.wgmma = WgmmaSupport::Emulated;
+    let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    device.check_fp8([20, 24, 256], by_row, Dtype::Bf16, true);
+    device.check_fp8([17, 24, 384], Fp4Scheme::mxfp4(), Dtype::F16, false);
+    device.check_fp8([3, 8, 128], Fp4Scheme::mxfp4().with_block_size(16), Dtype::Bf16, true);
+}
+
+/// Random shapes, and the same bits every time, on GPUs with the instructions.
+#[test]
+fn products_in_fp8() {
+    let device = Device::new();
+    let (format, dtype) = (Fp4Format::MxFp4, KernelDtype::Bf16);
+    let matmul = Matmul { m: 70, n: 136, k: 1152, format, block_size: 32, dtype };
+    let planned = match matmul.fp8(&device.capability) {
+        Ok(planned) => planned,
+        Err(refusal) => {
+            assert_eq!(device.capability.wgmma, WgmmaSupport::None, "{refusal}");
+            return;
+        }
+    };
+    let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    let large = Fp4Scheme::nvfp4().with_block_size(32);
+    let schemes = [Fp4Scheme::nvfp4(), by_row, large, Fp4Scheme::mxfp4()];
+    let mut random = Random::new(12);
+    for case in 0..200 {
+        let m = 1 << random.below(10);
+        let m = m + random.below(m);
+        let (n, k) = (8 * (1 + random.below(64)), 128 * (1 + random.below(18)));
+        let dtype = if case % 3 == 0 { Dtype::F16 } else { Dtype::Bf16 };
+        device.check_fp8([m, n, k], schemes[random.below(4)], dtype, case % 2 == 0);
+    }
+    let Matmul { m, n, k, .. } = matmul;
+    let packed = oracle(&Kind::Outliers.values(n * k, 1), n, k, &Fp4Scheme::mxfp4());
+    let weight = upload_packed(&device.client, &packed.expect("valid"));
+    let rows = fp8_rows(&device.client, weight.clone(), &matmul).expect("memory");
+    let input = Kind::Outliers.values(m * k, 2);
+    let input = upload(&device.client, &Dense::new(m, k, &input, Dtype::Bf16));
+    let run = || {
+        let (client, weight, rows) = (&device.client, weight.clone(), rows.clone());
+        let found = planned.run(client, weight, rows, input.clone(), None);
+        client.read_one_unchecked(found.expect("memory of these lengths"))
+    };
+    let first = run();
+    (0..1000).for_each(|_| assert_eq!(run(), first));
 }
 
 #[test]

@@ -3,14 +3,14 @@
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::CubeElement;
 use burn_fp4_cubecl::{
-    Capability, Dtype, Hessians, Problem, amax, dequantize, fake_quantize, quantize,
-    quantize_by_hessian,
+    Capability, Dtype, Hessians, Matmul, Problem, amax, dequantize, fake_quantize, fp8_rows,
+    quantize, quantize_by_hessian,
 };
 use burn_fp4_formats::{Packed, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, View};
 use burn_fp4_search::{
     BlockHessians, Blocks, Draw, Fp4Scheme, Importance, Method, NonFinite, Rounding, ScaleRule,
-    quantize_with_amax,
+    quantize_with_amax, round_to_fp8,
 };
 use rayon::prelude::*;
 
@@ -189,6 +189,68 @@ pub(crate) fn by_hessian(client: &Client, values: usize) {
             assert!(codes[..] == expected.codes && scales[..] == expected.scales, "{problem:?}");
             eprintln!("{} values equal: {problem:?}", dense.len());
         }
+    }
+}
+
+/// Checks products in FP8 against exact sums of the rounded input, for MXFP4 and random shapes.
+/// Does nothing on devices without them.
+pub(crate) fn in_fp8(client: &Client) {
+    let (device, dtype, scheme) = (Capability::of(client), Dtype::Bf16, Fp4Scheme::mxfp4());
+    let (format, block_size) = (scheme.format(), scheme.block_size);
+    for (m, n, tiles) in [
+        (65, 8, 1),
+        (70, 136, 3),
+        (96, 520, 9),
+        (129, 1032, 32),
+        (200, 256, 8),
+        (300, 1536, 5),
+        (513, 4096, 2),
+        (700, 128, 32),
+    ] {
+        let k = 128 * tiles;
+        let matmul = Matmul { m, n, k, format, block_size, dtype };
+        let Ok(planned) = matmul.fp8(&device) else { return };
+        let [weight, input]: [Vec<bf16>; 2] = [n, m].map(|rows| {
+            let values: Vec<f32> = random(rows, 9);
+            values
+                .chunks(AXIS)
+                .flat_map(|row| row[..k].iter().copied().map(bf16::from_f32))
+                .collect()
+        });
+        let upload = |values: &[bf16]| client.create_from_slice(bf16::as_bytes(values));
+        let view = View::rows(n, k);
+        let problem = Problem { view, dtype, scheme };
+        let values = upload(&weight);
+        let largest = amax(client, &device, values.clone(), view, dtype, false).expect("a plan");
+        let packed = quantize(client, &device, values, largest, &problem).expect("a plan");
+        let dense = dequantize(client, &device, packed.clone(), &problem).expect("a plan");
+        let dense = client.read_one_unchecked(dense);
+        let dense: Vec<f32> = bf16::from_bytes(&dense).iter().map(|value| value.to_f32()).collect();
+        let rows = fp8_rows(client, packed.clone(), &matmul).expect("memory of these lengths");
+        let facts = client.read_one_unchecked(rows.clone());
+        assert!(f32::from_bytes(&facts)[n..].iter().all(|&blocks| blocks == 0.0), "{matmul:?}");
+        let output = planned.run(client, packed, rows, upload(&input), None);
+        let output = client.read_one_unchecked(output.expect("memory of these lengths"));
+        let wrong: usize = bf16::from_bytes(&output)
+            .par_chunks(n)
+            .zip(input.par_chunks(k))
+            .map(|(found, input)| {
+                let input: Vec<_> = input.iter().map(|value| value.to_f32()).collect();
+                let input = round_to_fp8(&input);
+                let is_near = |(found, weight): (&bf16, &[f32])| {
+                    let terms = weight.iter().zip(&input);
+                    let terms = terms.map(|(&w, &x)| f64::from(w) * f64::from(x));
+                    let (sum, size) =
+                        terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+                    // The instructions keep about 13 bits of a sum of 32 products.
+                    let bound = size * (k / 32 + 2) as f64 / 2048.0 + sum.abs() / 256.0;
+                    (f64::from(found.to_f32()) - sum).abs() <= bound
+                };
+                found.iter().zip(dense.chunks(k)).filter(|&pair| !is_near(pair)).count()
+            })
+            .sum();
+        assert_eq!(wrong, 0, "{matmul:?}: outputs that are too far off");
+        eprintln!("{} outputs in FP8 near: {m} x {k} x {n}", m * n);
     }
 }
 

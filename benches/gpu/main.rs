@@ -43,7 +43,7 @@ struct Arguments {
     #[arg(long, default_value_t = 9)]
     runs: usize,
     /// Measure matmuls with this kernel only; by default, with the planned one.
-    #[arg(long, value_parser = ["planned", "gemv", "small-m", "mma", "wgmma"])]
+    #[arg(long, value_parser = ["planned", "gemv", "small-m", "mma", "wgmma", "fp8"])]
     products: Option<String>,
     #[cfg(feature = "cuda")]
     /// Weights of the model to quantize in place, in units of 2^20; 0 skips it.
@@ -90,6 +90,7 @@ fn main() {
     if arguments.check > 0 {
         check::every_rule(&client, arguments.check);
         check::by_hessian(&client, arguments.check);
+        check::in_fp8(&client);
     }
     let mut figures = Figures::new(arguments.json);
     kernels::measure(&client, &arguments, &mut figures);

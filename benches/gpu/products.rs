@@ -5,7 +5,9 @@ use std::cell::Cell;
 use benches::{Row, weights};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::CubeElement;
-use burn_fp4_cubecl::{Capability, Dtype, Matmul, PackedHandles, Problem, amax, quantize};
+use burn_fp4_cubecl::{
+    Capability, Dtype, Matmul, PackedHandles, Problem, amax, fp8_rows, quantize,
+};
 use burn_fp4_formats::bf16;
 use burn_fp4_search::Fp4Scheme;
 use burn_fp4_search::host::View;
@@ -82,7 +84,7 @@ const SHAPES: [(usize, usize); 6] =
 /// Measures bf16 matmuls with weights that are not in the cache, as planned and with each kernel.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
-    let (dtype, most) = (Dtype::Bf16, 2048);
+    let (dtype, most) = (Dtype::Bf16, 4096);
     for (n, k) in SHAPES {
         let input = client.create_from_slice(bf16::as_bytes(&floats(most * k)));
         for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
@@ -90,13 +92,22 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
             let bytes = problem.code_bytes() + problem.scale_bytes();
             let turn = packed(client, &problem);
             let next = Cell::new(0);
-            for m in [1, 4, 16, 32, 64, 128, 256, 1024, 2048] {
-                let format = scheme.format();
+            let of = Matmul {
+                m: 0,
+                n,
+                k,
+                format: scheme.format(),
+                block_size: scheme.block_size,
+                dtype,
+            };
+            let rows = fp8_rows(client, turn[0].clone(), &of).expect("memory of these lengths");
+            for m in [1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096] {
+                let matmul = Matmul { m, ..of };
+                let format = matmul.format;
                 let name = format!("{format} product, {n} x {k}, {m} rows");
                 if arguments.filter.as_ref().is_some_and(|part| !name.contains(part)) {
                     continue;
                 }
-                let matmul = Matmul { m, n, k, format, block_size: scheme.block_size, dtype };
                 let turned = || {
                     next.set((next.get() + 1) % turn.len());
                     turn[next.get()].clone()
@@ -116,10 +127,17 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
                     ("mma", matmul.mma(&device).ok()),
                     ("wgmma", matmul.wgmma(&device).ok().filter(|_| m >= 16)),
                 ];
+                let is_asked =
+                    |kernel: &str| arguments.products.as_ref().is_none_or(|asked| asked == kernel);
                 for (kernel, planned) in planned {
-                    let asked = arguments.products.as_ref().is_none_or(|asked| asked == kernel);
-                    let Some(planned) = planned.filter(|_| asked) else { continue };
+                    let Some(planned) = planned.filter(|_| is_asked(kernel)) else { continue };
                     row(kernel, &|| drop(planned.run(client, turned(), input.clone(), None, None)));
+                }
+                // Block scales that E4M3 cannot multiply take as long as others.
+                let planned = matmul.fp8(&device).ok().filter(|_| m > 128 && is_asked("fp8"));
+                if let Some(planned) = planned {
+                    let run = || planned.run(client, turned(), rows.clone(), input.clone(), None);
+                    row("fp8, input rounded", &|| drop(run()));
                 }
             }
         }

@@ -4,10 +4,10 @@ use anyhow::Result;
 use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::{EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_fp4::ops::{self, Int8Matrix, KvCache, Positions, RotaryEmbedding};
+use burn_fp4::ops::{self, Fp8Path, Int8Matrix, KvCache, Positions, RotaryEmbedding};
 use burn_fp4::{
-    Activations, Fp4Config, Fp4Embedding, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme, Method,
-    PackedWeight, ScaleRule,
+    Activations, Fp4Config, Fp4Embedding, Fp4Error, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme,
+    Method, PackedWeight, ScaleRule,
 };
 
 use super::config::LlamaConfig;
@@ -22,9 +22,13 @@ pub trait Projection: Module + ModuleDisplay + From<Linear> + Sync + 'static {
     /// Returns the weight `[in_features, out_features]`.
     fn weight(&self) -> &Param<Tensor<2>>;
 
-    /// Sets how products with a packed weight read their input on a host. Returns false if there
-    /// is no such product: the weight is dense, or Burn's `Linear` dequantizes it.
+    /// Sets how products with a packed weight read their input. Returns false if there is no such
+    /// product: the weight is dense, or Burn's `Linear` dequantizes it.
     fn set_activations(&mut self, activations: Activations) -> bool;
+
+    /// Returns how products of an input of some rows and a dtype run with [`Activations::Fp8`];
+    /// none if [`set_activations`](Self::set_activations) does not matter.
+    fn fp8_path(&self, rows: usize, dtype: DType) -> Result<Option<Fp8Path>, Fp4Error>;
 }
 
 impl Projection for Linear {
@@ -38,6 +42,10 @@ impl Projection for Linear {
 
     fn set_activations(&mut self, _activations: Activations) -> bool {
         false
+    }
+
+    fn fp8_path(&self, _rows: usize, _dtype: DType) -> Result<Option<Fp8Path>, Fp4Error> {
+        Ok(None)
     }
 }
 
@@ -53,6 +61,10 @@ impl Projection for Fp4Linear {
     fn set_activations(&mut self, activations: Activations) -> bool {
         self.activations = activations;
         self.weight.reparameterization::<PackedWeight>().is_some()
+    }
+
+    fn fp8_path(&self, rows: usize, dtype: DType) -> Result<Option<Fp8Path>, Fp4Error> {
+        self.fp8_path(rows, dtype)
     }
 }
 
@@ -193,12 +205,27 @@ impl<L: Projection> Llama<L> {
             (None, Some(lm_head)) => stored_bytes(lm_head.weight()),
             (None, None) => stored_bytes(&self.embed_tokens.weight),
         };
-        let layers = self.layers.iter().flat_map(|layer| {
+        head + self.projections().map(|layer| stored_bytes(layer.weight())).sum::<usize>()
+    }
+
+    /// Returns the linear layers of all decoder layers.
+    fn projections(&self) -> impl Iterator<Item = &L> {
+        self.layers.iter().flat_map(|layer| {
             let Attention { q_proj, k_proj, v_proj, o_proj, .. } = &layer.self_attn;
             let Mlp { gate_proj, up_proj, down_proj } = &layer.mlp;
             [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
-        });
-        head + layers.map(|layer| stored_bytes(layer.weight())).sum::<usize>()
+        })
+    }
+
+    /// Returns how the products of each packed layer run with [`Activations::Fp8`], for an input of
+    /// some rows.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn fp8_paths(&self, rows: usize) -> Result<Vec<Fp8Path>, Fp4Error> {
+        let dtype = self.dtype();
+        let paths = self.projections().map(|layer| layer.fp8_path(rows, dtype));
+        paths.filter_map(Result::transpose).collect()
     }
 
     /// Returns the bytes of a position of a sequence in the KV cache.
@@ -227,8 +254,8 @@ impl<L: Projection> Llama<L> {
         }
     }
 
-    /// Sets how products with packed weights, and with an `lm_head` in int8, read their input on a
-    /// host. Returns false if there are none.
+    /// Sets how products with packed weights, and with an `lm_head` in int8, read their input.
+    /// Returns false if there are none.
     pub fn set_activations(&mut self, activations: Activations) -> bool {
         let layers = self.layers.iter_mut().flat_map(|layer| {
             let (attention, mlp) = (&mut layer.self_attn, &mut layer.mlp);

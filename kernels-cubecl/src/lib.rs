@@ -106,7 +106,7 @@ pub use fake_quantize::fake_quantize;
 pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
-pub use matmul::{FamilyPlan, Matmul, MatmulPlan, Prefetch};
+pub use matmul::{FamilyPlan, Fp8Plan, Matmul, MatmulPlan, Prefetch, fp8_rows};
 pub use memory::PackedHandles;
 pub use plan::{
     Capability, Conversion, Decoding, Dtype, Launch, Operation, Portable, Problem, Refusal,

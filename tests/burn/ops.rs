@@ -11,11 +11,11 @@ use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorD
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
     Activations, BlockHessians, BlockOrder, DequantizeReason, Fp4Layout, Fp4Scheme, Fp4Tensor,
-    Gptq, Gram, HessianFactor, Importance, MatmulPath, Method, NonFinite, OpsError, ScaleRule,
-    TensorScaling, amax, block_hessians, embedding, fake_quantize, gram, is_host, linear,
-    linear_with, matmul, matmul_path, modelopt, portable, quantize, quantize_by_importance,
-    quantize_family, quantize_gptq, quantize_with_best_tensor_scale, quantize_with_hessian_factor,
-    squared_sums,
+    Fp8Path, Fp8Weight, Gptq, Gram, HessianFactor, Importance, MatmulPath, Method, NonFinite,
+    OpsError, ScaleRule, TensorScaling, amax, block_hessians, embedding, fake_quantize, gram,
+    is_host, linear, linear_with, matmul, matmul_path, modelopt, portable, quantize,
+    quantize_by_importance, quantize_family, quantize_gptq, quantize_with_best_tensor_scale,
+    quantize_with_hessian_factor, squared_sums,
 };
 use burn_fp4_search::formats::{FormatError, Fp4Format, Packed, TensorScale, bf16};
 use burn_fp4_search::{SearchError, quantize as oracle};
@@ -244,6 +244,69 @@ fn int8_activations_change_products_by_half_a_step_at_most() {
     }
 }
 
+/// Products in FP8 on devices that have them, emulated on hosts; others read the input as it is, and
+/// say so.
+#[test]
+fn activations_in_fp8_are_read_as_the_device_says() {
+    for (name, device, _) in devices() {
+        // `ndarray` has no bf16.
+        let dtype = if is_host(&device) { FloatDType::F32 } else { FloatDType::BF16 };
+        for (scheme, exact) in [(Fp4Scheme::mxfp4(), true), (Fp4Scheme::nvfp4(), false)] {
+            let (rows, channels, outputs) = (130, 256, 24);
+            let normal = |shape: [usize; 2]| {
+                let data = TensorData::new(normals(7, shape[0] * shape[1]), shape);
+                Tensor::<2>::from_data(data, (&device, DType::F32)).cast(dtype)
+            };
+            let weight = quantize(normal([channels, outputs]), 0, &scheme).unwrap();
+            let facts = Fp8Weight::of(&weight).unwrap();
+            let on_host = burn_fp4_search::fp8_rows(&weight.to_packed().unwrap());
+            let inexact: f32 = on_host[outputs..].iter().sum();
+            assert_eq!(facts.inexact_blocks(), inexact as usize, "{name}");
+            assert_eq!(facts.inexact_blocks() == 0, exact, "{name}");
+            let (input, bias) = (normal([rows, channels]), normal([1, outputs]).reshape([outputs]));
+            let product = |activations, bias| {
+                floats(linear_with(input.clone(), &weight, bias, activations).unwrap())
+            };
+            let in_fp8 = match facts.path(&weight, rows, dtype.into()) {
+                Fp8Path::Fp8 | Fp8Path::Emulated => true,
+                Fp8Path::Inexact { blocks } => {
+                    assert_eq!(blocks, facts.inexact_blocks(), "{name}");
+                    false
+                }
+                other => {
+                    assert!(matches!(other, Fp8Path::Unplanned { .. }), "{name}: {other}");
+                    false
+                }
+            };
+            assert!(!in_fp8 || exact, "{name}");
+            let rounded = facts.clone().with_rounding(true).path(&weight, rows, dtype.into());
+            let expected = match facts.path(&weight, rows, dtype.into()) {
+                Fp8Path::Inexact { .. } if is_host(&device) => Fp8Path::Emulated,
+                Fp8Path::Inexact { blocks } => Fp8Path::Rounded { blocks },
+                path => path,
+            };
+            assert_eq!(rounded, expected, "{name}");
+            let is_multiplied = !matches!(rounded, Fp8Path::Unplanned { .. });
+            let few = facts.path(&weight, 128, dtype.into());
+            assert!(is_host(&device) || matches!(few, Fp8Path::Unplanned { .. }), "{name}: {few}");
+            for bias in [None, Some(bias)] {
+                let expected = product(Activations::F32, bias.clone());
+                for (activations, in_fp8) in
+                    [(Activations::Fp8, in_fp8), (Activations::Fp8Rounded, is_multiplied)]
+                {
+                    let found = product(activations, bias.clone());
+                    let square = |values: &[f32]| values.iter().map(|x| x * x).sum::<f32>();
+                    let differences: Vec<_> =
+                        found.iter().zip(&expected).map(|(a, b)| a - b).collect();
+                    let relative = (square(&differences) / square(&expected)).sqrt();
+                    let range = if in_fp8 { 0.005..0.06 } else { 0.0..1e-9 };
+                    assert!(range.contains(&relative), "{name}, {activations:?}: {relative}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn the_memory_of_a_dequantized_weight_is_reused() {
     let device = Device::flex();
@@ -281,9 +344,11 @@ fn gradients_of_the_input_flow_through_matmul() {
         let found = input.grad(&(output * factors.clone()).sum().backward()).unwrap();
         let expected = factors.clone().without_autodiff().matmul(weight.dequantize().transpose());
         assert_bits(name, &floats(found), &floats(expected.clone()));
-        let output = linear_with(input.clone(), &weight, None, Activations::Int8).unwrap();
-        let found = input.grad(&(output * factors).sum().backward()).unwrap();
-        assert_bits(name, &floats(found), &floats(expected));
+        for activations in [Activations::Int8, Activations::Fp8] {
+            let output = linear_with(input.clone(), &weight, None, activations).unwrap();
+            let found = input.grad(&(output * factors.clone()).sum().backward()).unwrap();
+            assert_bits(name, &floats(found), &floats(expected.clone()));
+        }
     }
 }
 

@@ -42,6 +42,8 @@ fn a_report_is_the_same_for_every_dialect() {
         assert_eq!(report["quantized"], 14, "{report}");
         let error = report["weight_error_percent"].as_f64().expect("an error");
         assert!((7.0..11.0).contains(&error), "{error}");
+        let rounding = report["fp8_rounding_percent"].as_f64().expect("an error");
+        assert!((1.0..4.0).contains(&rounding), "{rounding}");
         for (found, expected) in of(report).iter().zip(&first) {
             assert_eq!(found.0, expected.0);
             // Dialects state tensor scales and their reciprocals, each rounded to f32.

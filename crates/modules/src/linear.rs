@@ -2,10 +2,11 @@
 
 use burn::module::{LoraAdapter, Module, Param};
 use burn::nn::Linear;
-use burn::tensor::Tensor;
 use burn::tensor::module::linear;
-use burn_fp4_ops::{self as ops, Activations};
+use burn::tensor::{DType, Tensor};
+use burn_fp4_ops::{self as ops, Activations, Fp8Path, Fp8Weight, OpsError};
 
+use crate::error::Fp4Error;
 use crate::packed_weight::PackedWeight;
 
 /// A linear layer that multiplies straight from the codes of its weight, once it is quantized, on
@@ -30,14 +31,15 @@ pub struct Fp4Linear {
     pub weight: Param<Tensor<2>>,
     /// `[d_output]`.
     pub bias: Option<Param<Tensor<1>>>,
-    /// How products with a packed weight read their input on a host. Not part of records.
+    /// How products with a packed weight read their input. Not part of records.
     #[module(skip)]
     pub activations: Activations,
 }
 
 impl Fp4Linear {
-    /// Sets how products with a packed weight read their input on a host.
-    /// [`Activations::Int8`] is the fastest; it says by how much outputs change.
+    /// Sets how products with a packed weight read their input. [`Activations::Int8`] is the
+    /// fastest on hosts, [`Activations::Fp8`] for many rows on Hopper; they say by how much outputs
+    /// change. [`fp8_path`](Self::fp8_path) tells if products run in FP8.
     ///
     /// ```
     /// use burn::nn::LinearConfig;
@@ -54,6 +56,39 @@ impl Fp4Linear {
         self
     }
 
+    /// Returns how products with the packed weight run with [`Activations::Fp8`], or with
+    /// [`Activations::Fp8Rounded`] if the layer has these, for an input of some rows and a dtype;
+    /// none if the weight is dense or packed along the other axis.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::{DType, Device};
+    /// use burn_fp4_modules::{Fp4Config, Fp4Linear, Fp4Module, ops::Fp8Path};
+    ///
+    /// let mut layer = Fp4Linear::from(LinearConfig::new(64, 128).init(&Device::flex()));
+    /// layer.quantize_fp4(&Fp4Config::mxfp4())?;
+    /// let path = layer.fp8_path(512, DType::BF16)?;
+    /// assert_eq!(path, Some(Fp8Path::Emulated)); // on a CPU
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Fp4Error::Device`] if the device fails.
+    pub fn fp8_path(&self, rows: usize, dtype: DType) -> Result<Option<Fp8Path>, Fp4Error> {
+        let Some(packed) = self.packed() else { return Ok(None) };
+        Ok(Some(self.fp8_weight(packed)?.path(&packed.tensor(), rows, dtype)))
+    }
+
+    fn fp8_weight(&self, packed: &PackedWeight) -> Result<Fp8Weight, OpsError> {
+        Ok(packed.fp8()?.with_rounding(self.activations == Activations::Fp8Rounded))
+    }
+
+    /// Returns the packed weight, if its blocks run along the input.
+    fn packed(&self) -> Option<&PackedWeight> {
+        let packed = self.weight.reparameterization::<PackedWeight>();
+        packed.filter(|packed| packed.layout().axis == 0)
+    }
+
     /// The layer for inputs `[.., d_input]`, giving `[.., d_output]`. Sums are f32 and rounded
     /// once, before the bias is added. No rows of input give no rows of output. An
     /// [adapter](PackedWeight::adapter) adds two thin products, `(x a) b`.
@@ -66,14 +101,18 @@ impl Fp4Linear {
     #[must_use]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        let packed = self.weight.reparameterization::<PackedWeight>();
-        match packed.filter(|packed| packed.layout().axis == 0) {
+        match self.packed() {
             Some(packed) => {
                 // Burn's product of no rows fails on some devices.
                 let adapter = packed.adapter().filter(|_| !input.shape().contains(&0));
                 let adapted = adapter.map(|adapter| adapted(input.clone(), adapter));
                 let weight = packed.tensor::<2>();
-                let product = ops::linear_with(input, &weight, bias, self.activations);
+                let product = match self.activations {
+                    Activations::Fp8 | Activations::Fp8Rounded => {
+                        ops::linear_in_fp8(input, &weight, bias, || self.fp8_weight(packed))
+                    }
+                    other => ops::linear_with(input, &weight, bias, other),
+                };
                 let product = product.unwrap_or_else(|error| panic!("Fp4Linear: {error}"));
                 match adapted {
                     Some(adapted) => product + adapted,

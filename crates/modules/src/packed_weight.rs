@@ -2,13 +2,16 @@
 
 use std::cell::RefCell;
 use std::str::FromStr;
+use std::sync::{Arc, OnceLock};
 
 use burn::module::{
     Devices, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
 };
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fp4_ops::search::formats::Packed;
-use burn_fp4_ops::{Fp4Format, Fp4Layout, Fp4Tensor, Hadamard, OpsError, without_padding};
+use burn_fp4_ops::{
+    Fp4Format, Fp4Layout, Fp4Tensor, Fp8Weight, Hadamard, OpsError, without_padding,
+};
 
 /// The codes and scales of a weight, in the place of its values.
 ///
@@ -45,6 +48,8 @@ pub struct PackedWeight {
     tensor_scale: Param<Tensor<1, Int>>,
     layout: Fp4Layout,
     adapter: Option<LoraAdapter>,
+    /// Facts for products in FP8, once they were asked for.
+    fp8: Arc<OnceLock<Fp8Weight>>,
     /// Returns true if `val()` equals the stored values while this is taken off the parameter.
     absent: bool,
 }
@@ -57,6 +62,7 @@ impl<const D: usize> From<Fp4Tensor<D>> for PackedWeight {
             tensor_scale: constant(packed.tensor_scale_bits()),
             layout: packed.layout().clone(),
             adapter: None,
+            fp8: Arc::default(),
             absent: false,
         }
     }
@@ -133,6 +139,19 @@ impl PackedWeight {
         // Checked at every use, in constant time: a mapper can replace each part by itself.
         Fp4Tensor::from_parts_unread(codes, scales, self.tensor_scale.val(), self.layout.clone())
             .expect("a packed weight keeps the shape it was made with")
+    }
+
+    /// Returns the facts about a matrix for products in FP8. The first call finds them, and reads a
+    /// number per row back.
+    ///
+    /// # Errors
+    /// As [`Fp8Weight::of`].
+    pub(crate) fn fp8(&self) -> Result<Fp8Weight, OpsError> {
+        if let Some(known) = self.fp8.get() {
+            return Ok(known.clone());
+        }
+        let found = Fp8Weight::of(&self.tensor::<2>())?;
+        Ok(self.fp8.get_or_init(|| found).clone())
     }
 
     /// Returns the matrix of the last two axes that has this number over the leading ones.
@@ -319,7 +338,8 @@ impl Module for PackedWeight {
         let scales = with_dtype(scales, DType::U8);
         let tensor_scale = with_dtype(tensor_scale, DType::I32);
         let (layout, absent) = (self.layout, self.absent);
-        let mapped = Self { codes, scales, tensor_scale, layout, adapter, absent };
+        let fp8 = Arc::default();
+        let mapped = Self { codes, scales, tensor_scale, layout, adapter, fp8, absent };
         match edit {
             Some(edit) => edit(mapped),
             None => mapped,
@@ -338,6 +358,7 @@ impl Module for PackedWeight {
             scales: self.scales.to_device(device).map(without_padding),
             tensor_scale: self.tensor_scale.to_device(device),
             adapter: self.adapter.to_device(device),
+            fp8: Arc::default(),
             ..self
         }
     }

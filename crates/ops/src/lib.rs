@@ -22,6 +22,7 @@
 //! | `int8.rs`           | [`Int8Matrix`]: an output layer of signed bytes                     |
 //! | `tensor.rs`         | [`Fp4Tensor`]: codes and scales on a device                         |
 //! | `burn_data.rs`      | [`Fp4Tensor`] as data of Burn's own quantized tensors               |
+//! | `fp8.rs`            | [`Fp8Weight`]: a packed weight whose products run in FP8            |
 //! | `layout.rs`         | [`Fp4Layout`]: format, shape, axis; [`Fp4Primitive`]: the tensors   |
 //! | `importance.rs`     | quantization for given activations                                  |
 //! | `gram.rs`           | [`GramSum`]: statistics of activations                              |
@@ -44,6 +45,7 @@ mod decoder;
 mod deterministic;
 mod devices;
 mod error;
+mod fp8;
 #[cfg(feature = "cube")]
 mod fusion;
 mod gptq;
@@ -91,6 +93,7 @@ pub use devices::portable;
 pub use error::OpsError;
 #[doc(hidden)]
 pub use error::panic_message;
+pub use fp8::{Fp8Path, Fp8Weight};
 pub use gptq::{quantize_family, quantize_gptq, quantize_with_hessian_factor};
 pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};
 pub use hadamard::{hadamard, inverse_hadamard};
@@ -99,7 +102,7 @@ pub use importance::{quantize_by_importance, quantize_with_best_tensor_scale};
 pub use int8::Int8Matrix;
 pub use interpret::Interpreter;
 pub use layout::{Fp4Layout, Fp4Primitive};
-pub use matmul::{embedding, linear, linear_with, matmul};
+pub use matmul::{embedding, linear, linear_in_fp8, linear_with, matmul};
 pub use matmul_path::{DequantizeReason, MatmulPath, matmul_path};
 pub use quantize::{amax, quantize};
 pub use saturated::Saturated;

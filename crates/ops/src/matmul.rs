@@ -6,6 +6,7 @@ use burn_fp4_search::Activations;
 
 use crate::devices::extension::{Fp4Backend, is_host};
 use crate::error::OpsError;
+use crate::fp8::{Fp8Weight, plan_fp8};
 use crate::layout::check_dtype;
 use crate::tensor::Fp4Tensor;
 
@@ -62,8 +63,12 @@ pub fn linear<const D: usize>(
     linear_with(input, weight, bias, Activations::F32)
 }
 
-/// [`linear`] with an input read as [`Activations`] says, on devices in host memory
-/// ([`is_host`]). Other devices multiply as [`linear`] does.
+/// [`linear`] with an input read as [`Activations`] says: in int8 on devices in host memory
+/// ([`is_host`]), in FP8 on GPUs of compute capability 9.0 and, emulated, on hosts. Other devices
+/// multiply as [`linear`] does.
+///
+/// FP8 needs facts about the weight, which each call finds anew and reads back. Use
+/// [`linear_in_fp8`] to find them once.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -80,12 +85,71 @@ pub fn linear<const D: usize>(
 /// ```
 ///
 /// # Errors
-/// As [`linear`].
+/// As [`linear`]; for FP8 also [`OpsError::Device`] if the device fails.
 pub fn linear_with<const D: usize>(
     input: Tensor<D>,
     weight: &Fp4Tensor<2>,
     bias: Option<Tensor<1>>,
     activations: Activations,
+) -> Result<Tensor<D>, OpsError> {
+    match activations {
+        Activations::F32 => multiply(input, weight, bias, Product::Plain),
+        Activations::Int8 => multiply(input, weight, bias, Product::Int8),
+        Activations::Fp8 | Activations::Fp8Rounded => {
+            let rounds = activations == Activations::Fp8Rounded;
+            let facts = || Ok(Fp8Weight::of(weight)?.with_rounding(rounds));
+            linear_in_fp8(input, weight, bias, facts)
+        }
+    }
+}
+
+/// [`linear_with`] for [`Activations::Fp8`] or [`Activations::Fp8Rounded`], with facts about the weight that are known already.
+/// They are asked for if the device multiplies inputs of this shape and dtype in FP8;
+/// [`Fp8Weight::path`] tells.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fp4_ops::{Fp4Scheme, Fp8Weight, linear, linear_in_fp8, quantize};
+///
+/// let device = Device::flex(); // emulates products in FP8
+/// let weight = quantize(Tensor::<2>::full([32, 2], 1.5, &device), 0, &Fp4Scheme::mxfp4())?;
+/// let facts = Fp8Weight::of(&weight)?;
+/// let input = Tensor::<2>::ones([200, 32], &device);
+/// let output = linear_in_fp8(input.clone(), &weight, None, || Ok(facts))?;
+/// assert_eq!(output.into_data(), linear(input, &weight, None)?.into_data());
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
+/// # Errors
+/// As [`linear`], and those of `facts`.
+pub fn linear_in_fp8<const D: usize>(
+    input: Tensor<D>,
+    weight: &Fp4Tensor<2>,
+    bias: Option<Tensor<1>>,
+    facts: impl FnOnce() -> Result<Fp8Weight, OpsError>,
+) -> Result<Tensor<D>, OpsError> {
+    let rows = input.dims()[..D - 1].iter().product();
+    if plan_fp8(weight, rows, input.dtype()).is_err() {
+        return multiply(input, weight, bias, Product::Plain);
+    }
+    let facts = facts()?;
+    let product = if facts.is_multiplied() { Product::Fp8(&facts) } else { Product::Plain };
+    multiply(input, weight, bias, product)
+}
+
+/// How a product reads its input.
+enum Product<'a> {
+    Plain,
+    /// On hosts; elsewhere as it is.
+    Int8,
+    Fp8(&'a Fp8Weight),
+}
+
+fn multiply<const D: usize>(
+    input: Tensor<D>,
+    weight: &Fp4Tensor<2>,
+    bias: Option<Tensor<1>>,
+    product: Product<'_>,
 ) -> Result<Tensor<D>, OpsError> {
     check_dtype(&input)?;
     let [expected, outputs] = weight.dims();
@@ -112,22 +176,29 @@ pub fn linear_with<const D: usize>(
     let device = weight.device();
     let input = input.into_dispatch();
     let (weight, layout) = weight.clone().into_primitive();
-    if activations == Activations::Int8 && is_host(&device) {
-        let product = Dispatch::fp4_int8_matmul(input, weight, layout);
-        let product = Tensor::<2>::from_dispatch(product);
-        let product = match bias {
-            Some(bias) => product + bias.unsqueeze(),
-            None => product,
-        };
-        return Ok(product.reshape(shape));
-    }
-    let product = match bias {
-        Some(bias) => Dispatch::fp4_linear(input, weight, bias.into_dispatch(), layout),
-        None => Dispatch::fp4_matmul(input, weight, layout),
+    let output = match (product, bias) {
+        (Product::Int8, bias) if is_host(&device) => {
+            let product = Dispatch::fp4_int8_matmul(input, weight, layout);
+            let product = Tensor::<2>::from_dispatch(product);
+            let product = match bias {
+                Some(bias) => product + bias.unsqueeze(),
+                None => product,
+            };
+            return Ok(product.reshape(shape));
+        }
+        (Product::Fp8(facts), Some(bias)) => {
+            let (rows, bias) = (facts.rows(), bias.into_dispatch());
+            Dispatch::fp4_fp8_linear(input, weight, rows, bias, layout)
+        }
+        (Product::Fp8(facts), None) => {
+            Dispatch::fp4_fp8_matmul(input, weight, facts.rows(), layout)
+        }
+        (_, Some(bias)) => Dispatch::fp4_linear(input, weight, bias.into_dispatch(), layout),
+        (_, None) => Dispatch::fp4_matmul(input, weight, layout),
     };
     #[cfg(feature = "cube")]
     crate::devices::cube::queues::submit_operations(&device);
-    Ok(Tensor::<2>::from_dispatch(product).reshape(shape))
+    Ok(Tensor::<2>::from_dispatch(output).reshape(shape))
 }
 
 /// Multiplies an input without values; the result is zeros. Burn's `reshape` cannot make a matrix

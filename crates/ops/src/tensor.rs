@@ -492,7 +492,7 @@ impl Fp4Tensor<2> {
 }
 
 /// Converts the bits of f32 values, in i32, to the values.
-fn from_bits(bits: &TensorData) -> Vec<f32> {
+pub(crate) fn from_bits(bits: &TensorData) -> Vec<f32> {
     bits.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect()
 }
 

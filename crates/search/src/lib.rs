@@ -12,6 +12,7 @@
 //! | `rule.rs`              | [`ScaleRule`]: the published rules; [`TensorFactor`]             |
 //! | `method.rs`            | [`Method`], and the table of methods with names                  |
 //! | `activations.rs`       | [`Activations`]: the input of a product with a packed weight     |
+//! | `fp8.rs`               | products in FP8: weights, [`fp8_rows`], and inputs               |
 //! | `names.rs`             | parsing and printing of the names in these rows                  |
 //! | `scale_grid.rs`        | the block scales of a format                                     |
 //! | `rounding.rs`          | [`Rounding`]: to the nearest code, or at random                  |
@@ -40,6 +41,7 @@
 mod activations;
 mod best_tensor_scale;
 mod error;
+mod fp8;
 mod gptq;
 mod gram;
 mod gram_layout;
@@ -66,6 +68,7 @@ pub use activations::Activations;
 pub use best_tensor_scale::{quantize_with_best_tensor_scale, tensor_scale_candidates};
 pub use burn_fp4_formats as formats;
 pub use error::SearchError;
+pub use fp8::{fp8_rounding_error, fp8_rows, fp8_values, round_to_fp8};
 pub use gptq::{BlockOrder, Gptq};
 pub use gram::Gram;
 pub use gram_layout::GramLayout;

@@ -51,8 +51,10 @@ struct Report {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    // On CPU backends Burn's `Linear` would dequantize its whole weight for each token.
+    // On CPU backends Burn's `Linear` would dequantize its whole weight for each token, and it has
+    // no choice of activations.
     let report = match arguments.device.device {
+        _ if arguments.products.in_fp8() => report::<Fp4Linear>(arguments),
         OnDevice::Flex => report::<Fp4Linear>(arguments),
         #[cfg(feature = "ndarray")]
         OnDevice::Ndarray => report::<Fp4Linear>(arguments),

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, FloatDType};
-use burn_fp4::ops::{Int8Matrix, is_host};
+use burn_fp4::ops::{Fp8Path, Int8Matrix, is_host};
 use burn_fp4::{Activations, Fp4Format};
 use clap::ValueEnum;
 use examples::OnDevice;
@@ -82,6 +82,9 @@ impl DeviceOptions {
     }
 }
 
+/// Rows of the input of a product for which FP8 is planned, as of a prompt.
+const MANY_ROWS: usize = 512;
+
 /// Largest number of sequences for which an int8 `lm_head` is faster than a bf16 one on an H100.
 const MAX_INT8_SEQUENCES: usize = 8;
 
@@ -97,8 +100,9 @@ pub(crate) struct ProductOptions {
     /// for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
-    /// Format of the input of products with FP4 weights on flex and ndarray, except for a tied
-    /// embedding, and with an int8 `lm_head` on flex. Defaults to int8 to generate, else to f32.
+    /// Format of the input of products with FP4 weights, except for a tied embedding, and with an
+    /// int8 `lm_head`. Defaults to int8 to generate on flex and ndarray, else to f32, which stands
+    /// for the dtype of the model.
     #[arg(long, value_enum)]
     activations: Option<ActivationFormat>,
 }
@@ -107,7 +111,13 @@ pub(crate) struct ProductOptions {
 #[serde(rename_all = "kebab-case")]
 enum ActivationFormat {
     F32,
+    /// On flex and ndarray.
     Int8,
+    /// On an H100 or H200, of more than 128 tokens at once, and emulated on flex and ndarray; for
+    /// weights that FP8 holds, as those of MXFP4.
+    Fp8,
+    /// As fp8, after other weights are rounded, as those of NVFP4.
+    Fp8Rounded,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, ValueEnum, Serialize)]
@@ -127,12 +137,17 @@ enum TiedEmbedding {
 /// The formats that products have.
 #[derive(Debug, Serialize)]
 struct ProductFormats {
-    /// None: no product on a host has an FP4 weight or an int8 `lm_head`.
+    /// None: no product has a choice.
     activations: Option<ActivationFormat>,
     lm_head: LmHead,
 }
 
 impl ProductOptions {
+    /// Returns true if activations are asked for in FP8.
+    fn in_fp8(&self) -> bool {
+        matches!(self.activations, Some(ActivationFormat::Fp8 | ActivationFormat::Fp8Rounded))
+    }
+
     /// Loads the model of a folder. By default a dense `lm_head`, where that is faster, and
     /// activations become int8 to generate a number of sequences.
     fn load<L: Projection>(
@@ -178,19 +193,40 @@ impl ProductOptions {
             None => ActivationFormat::F32,
         };
         let activations = self.activations.unwrap_or(default);
-        let matters = model.set_activations(match activations {
+        let any = model.set_activations(match activations {
             ActivationFormat::Int8 => Activations::Int8,
             ActivationFormat::F32 => Activations::F32,
-        }) && is_host(device);
+            ActivationFormat::Fp8 => Activations::Fp8,
+            ActivationFormat::Fp8Rounded => Activations::Fp8Rounded,
+        });
+        let matters = any && (is_host(device) || self.in_fp8());
         ensure!(
             matters || self.activations != Some(ActivationFormat::Int8),
             "--activations int8: no product on flex or ndarray has an FP4 weight or an int8 \
              `lm_head`; leave the option out"
         );
+        if self.in_fp8() {
+            check_fp8(&model)?;
+        }
         let activations = matters.then_some(activations);
         let lm_head = if rounded { LmHead::Int8 } else { LmHead::AsLoaded };
         Ok((model, ProductFormats { activations, lm_head }))
     }
+}
+
+/// Checks that layers of a model multiply in FP8, and warns of those that do not.
+fn check_fp8<L: Projection>(model: &Llama<L>) -> Result<()> {
+    let paths = model.fp8_paths(MANY_ROWS)?;
+    let is_fp8 =
+        |path: &Fp8Path| matches!(path, Fp8Path::Fp8 | Fp8Path::Rounded { .. } | Fp8Path::Emulated);
+    let others: Vec<_> = paths.iter().filter(|path| !is_fp8(path)).collect();
+    let first = others.first().map_or("none has an FP4 weight".to_owned(), |path| path.to_string());
+    let (other, all) = (others.len(), paths.len());
+    ensure!(other < all, "--activations: no layer multiplies in FP8: {first}");
+    if other > 0 {
+        eprintln!("warning: {other} of {all} layers do not multiply in FP8; the first: {first}");
+    }
+    Ok(())
 }
 
 /// Prints the result of a command, as JSON or as lines.

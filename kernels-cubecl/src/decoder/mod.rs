@@ -17,7 +17,7 @@ mod dense_gemv;
 mod int8_gemv;
 mod norm;
 mod prefill;
-mod row;
+pub(crate) mod row;
 mod sample;
 
 pub use argmax::argmax;

@@ -48,7 +48,7 @@ pub(super) fn sum_of_cube(own: f32, #[comptime] plane: u32, #[comptime] units: u
 
 /// Returns the largest value of the units of a cube, on every unit.
 #[cube]
-pub(super) fn max_of_cube<T: Numeric + CubePrimitive<Scalar: PlaneNumeric>>(
+pub(crate) fn max_of_cube<T: Numeric + CubePrimitive<Scalar: PlaneNumeric>>(
     own: T,
     #[comptime] plane: u32,
     #[comptime] units: u32,

@@ -1,9 +1,11 @@
 //! [`WgmmaInstructions`] emulated with plain loads, stores and multiplications. With it a device
 //! without WGMMA tests the code around the instructions.
 
+use burn_fp4_search::formats::E4M3;
 use cubecl::prelude::*;
 
-use super::instructions::WgmmaInstructions;
+use super::instructions::{Operand, WgmmaInstructions};
+use crate::numeric::scale_grid::{float_value, round_to_float};
 
 /// The emulated instructions.
 pub(super) struct EmulatedWgmma;
@@ -39,8 +41,68 @@ impl WgmmaInstructions for EmulatedWgmma {
     #[allow(unused_variables)]
     fn wait_for_copies(#[comptime] groups: u32) {}
 
+    #[allow(unused_variables)]
+    fn start_barriers(address: u32, #[comptime] count: u32) {}
+
+    #[allow(unused_variables)]
+    fn copy_rows<X: Size>(
+        wanted: bool,
+        shared: &mut [Vector<u32, X>],
+        address: u32,
+        to: u32,
+        from: &[Vector<u32, X>],
+        at: u32,
+        barrier: u32,
+        #[comptime] each: u32,
+    ) {
+        if wanted {
+            for index in 0..each {
+                shared[(to + index) as usize] = from[(at + index) as usize];
+            }
+        }
+    }
+
+    #[allow(unused_variables)]
+    fn wait_for_rows(barrier: u32, parity: u32) {}
+
+    fn load_word(from: &[u32], at: u32) -> u32 {
+        from[at as usize]
+    }
+
+    fn load_vector<W: Size>(from: &[Vector<u32, W>], at: u32) -> Array<u32> {
+        let mut words = Array::<u32>::new(4usize);
+        #[unroll]
+        for index in 0..4usize {
+            words[index] = from[at as usize].extract(index);
+        }
+        words
+    }
+
+    fn round_to_e4m3(values: &Array<f32>) -> u32 {
+        let mut word = 0u32;
+        #[unroll]
+        for index in 0..4usize {
+            let bits = u32::reinterpret(values[index]);
+            let magnitude = f32::reinterpret(bits & 0x7FFF_FFFFu32);
+            let code = round_to_float(magnitude, comptime!(E4M3)) | ((bits >> 31u32) << 7u32);
+            word |= code << comptime!(8 * index as u32);
+        }
+        word
+    }
+
     fn byte(word: u32, part: u32) -> u32 {
         (word >> (8u32 * part)) & 0xFFu32
+    }
+
+    fn select_bytes(low: u32, high: u32, selectors: u32) -> u32 {
+        let mut bytes = 0u32;
+        #[unroll]
+        for index in 0..4u32 {
+            let selector = (selectors >> (4 * index)) & 7u32;
+            let word = select(selector < 4u32, low, high);
+            bytes |= ((word >> (8u32 * (selector % 4u32))) & 0xFFu32) << (8 * index);
+        }
+        bytes
     }
 
     #[allow(unused_variables)]
@@ -52,7 +114,7 @@ impl WgmmaInstructions for EmulatedWgmma {
         sums: &mut Array<f32>,
         scratch: &mut [Vector<u32, W>],
         #[comptime] columns: u32,
-        #[comptime] bf16: bool,
+        #[comptime] operand: Operand,
     ) {
         let first = scratch.len() as u32 - CUBE_DIM;
         let part = UNIT_POS % 4;
@@ -73,20 +135,16 @@ impl WgmmaInstructions for EmulatedWgmma {
                 #[unroll]
                 for below in 0..2u32 {
                     let word = shown.extract(comptime!((2 * half + below) as usize));
-                    let weights = Vector::<F, Const<2>>::reinterpret(word);
                     for column in 0..comptime!(columns / 4) {
                         let row = column / 2 * 8 + column % 2 + 2 * part;
                         let slot = at - vector + row * 8 + ((vector + half) ^ (row % 8));
                         let value = values[(slot * 4 + pair) as usize].extract(0usize);
-                        let value = Vector::<F, Const<2>>::reinterpret(value);
                         let sum = (column / 2 * 4 + column % 2 + 2 * below) as usize;
-                        let mut added = sums[sum];
-                        #[unroll]
-                        for index in 0..2usize {
-                            let weight = f32::cast_from(weights.extract(index));
-                            added += weight * f32::cast_from(value.extract(index));
-                        }
-                        sums[sum] = added;
+                        let product = match comptime!(operand) {
+                            Operand::E4m3 => product_of_e4m3(word, value),
+                            Operand::F16 | Operand::Bf16 => product_of_halves::<F>(word, value),
+                        };
+                        sums[sum] += product;
                     }
                 }
             }
@@ -98,4 +156,30 @@ impl WgmmaInstructions for EmulatedWgmma {
 
     #[allow(unused_variables)]
     fn wait_for_sums(sums: &mut Array<f32>, #[comptime] count: u32) {}
+}
+
+/// Returns the product of the two values of a word with those of another.
+#[cube]
+fn product_of_halves<F: Float>(left: u32, right: u32) -> f32 {
+    let left = Vector::<F, Const<2>>::reinterpret(left);
+    let right = Vector::<F, Const<2>>::reinterpret(right);
+    let mut sum = 0.0f32;
+    #[unroll]
+    for index in 0..2usize {
+        sum += f32::cast_from(left.extract(index)) * f32::cast_from(right.extract(index));
+    }
+    sum
+}
+
+/// Returns the product of the four values of a word with those of another.
+#[cube]
+fn product_of_e4m3(left: u32, right: u32) -> f32 {
+    let mut sum = 0.0f32;
+    #[unroll]
+    for index in 0..4u32 {
+        let (left, right) = (left >> (8 * index), right >> (8 * index));
+        let product = float_value(left, comptime!(E4M3)) * float_value(right, comptime!(E4M3));
+        sum += select((left ^ right) & 0x80u32 == 0u32, product, -product);
+    }
+    sum
 }

@@ -7,11 +7,13 @@ use half::{bf16, f16};
 
 use super::emulated::EmulatedWgmma;
 use super::operands::{MatmulBlueprint, MemberHandles, OperandHandles};
-use super::plan::{Kernel, Matmul, MatmulPlan, SmallM};
+use super::plan::{Fp8Plan, Kernel, Matmul, MatmulPlan, SmallM};
 use super::prefetch::Prefetch;
 #[cfg(feature = "cuda")]
 use super::ptx::PtxWgmma;
-use super::{gemv, mma, portable_cmma, portable_gemm, portable_gemv, small_m, wgmma};
+use super::{
+    fp8_input, gemv, mma, portable_cmma, portable_gemm, portable_gemv, small_m, wgmma, wgmma_fp8,
+};
 use crate::memory::{PackedHandles, check_memory};
 #[cfg(feature = "cuda")]
 use crate::plan::WgmmaSupport;
@@ -119,6 +121,65 @@ impl MatmulPlan {
                 launch(client, handles, made, matmul, blueprint, plan);
             }
         }
+        Ok(output)
+    }
+}
+
+impl Fp8Plan {
+    /// Returns the matmul that was planned.
+    #[must_use]
+    pub fn matmul(&self) -> &Matmul {
+        &self.matmul
+    }
+
+    /// Computes `input x weight^T + bias` with the input rounded to E4M3 by rows: to nearest,
+    /// relative to a 448th of the largest magnitude of the row. `rows` comes from
+    /// [`fp8_rows`](super::fp8_rows) for the same weight; products with it are exact if E4M3 holds
+    /// those of all blocks. The matrix instructions add them with fewer bits than f32.
+    ///
+    /// Shapes and dtypes are those of [`MatmulPlan::run`]. A row of the input with NaN or infinity
+    /// gives NaN, one below 2^-118 is zeros.
+    ///
+    /// # Errors
+    /// [`Refusal::Memory`] and [`Refusal::TensorScales`]; nothing is launched then.
+    pub fn run(
+        &self,
+        client: &Client,
+        weight: PackedHandles,
+        rows: Handle,
+        input: Handle,
+        bias: Option<Handle>,
+    ) -> Result<Handle, Refusal> {
+        let Self { matmul, device, launch: plan } = self;
+        let Matmul { m, n, k, dtype, .. } = *matmul;
+        matmul.check_weight(&weight, bias.as_ref())?;
+        check_memory("input", &input, m * k * dtype.size())?;
+        check_memory("rows", &rows, 2 * 4 * n)?;
+        let output = client.empty(m * n * dtype.size());
+        if m * n == 0 {
+            return Ok(output);
+        }
+        let quantize = match (device.wgmma, dtype == Dtype::Bf16) {
+            #[cfg(feature = "cuda")]
+            (WgmmaSupport::Ptx, true) => fp8_input::quantize::<PtxWgmma, bf16>,
+            #[cfg(feature = "cuda")]
+            (WgmmaSupport::Ptx, false) => fp8_input::quantize::<PtxWgmma, f16>,
+            (_, true) => fp8_input::quantize::<EmulatedWgmma, bf16>,
+            (_, false) => fp8_input::quantize::<EmulatedWgmma, f16>,
+        };
+        let quantized = quantize(client, device, input.clone(), matmul, plan.padded(m));
+        let handles = OperandHandles { weight, input, bias, prefetch: None, rows: n };
+        let blueprint = MatmulBlueprint::new(matmul, device, &handles);
+        let launch = match (device.wgmma, dtype == Dtype::Bf16) {
+            #[cfg(feature = "cuda")]
+            (WgmmaSupport::Ptx, true) => wgmma_fp8::launch::<PtxWgmma, bf16>,
+            #[cfg(feature = "cuda")]
+            (WgmmaSupport::Ptx, false) => wgmma_fp8::launch::<PtxWgmma, f16>,
+            // Without the CUDA feature every device emulates.
+            (_, true) => wgmma_fp8::launch::<EmulatedWgmma, bf16>,
+            (_, false) => wgmma_fp8::launch::<EmulatedWgmma, f16>,
+        };
+        launch(client, handles, quantized, rows, output.clone(), matmul, blueprint, *plan);
         Ok(output)
     }
 }

@@ -1,6 +1,8 @@
 //! Matmuls with a packed weight.
 
 mod emulated;
+mod fp8_input;
+mod fp8_rows;
 mod gemv;
 mod instructions;
 mod launch;
@@ -16,7 +18,9 @@ mod prefetch;
 mod ptx;
 mod small_m;
 mod wgmma;
+mod wgmma_fp8;
 
+pub use fp8_rows::fp8_rows;
 pub use launch::FamilyPlan;
-pub use plan::{Matmul, MatmulPlan};
+pub use plan::{Fp8Plan, Matmul, MatmulPlan};
 pub use prefetch::Prefetch;

@@ -33,6 +33,8 @@ use crate::plan::{Capability, Dtype, Refusal, ThreadTile, UNITS, WgmmaSupport};
 /// assert_eq!(prompt.plan(&gpu)?, Some(prompt.mma(&gpu)?));
 /// let hopper = Capability { wgmma: WgmmaSupport::Ptx, ..gpu };
 /// assert_eq!(prompt.plan(&hopper)?, Some(prompt.wgmma(&hopper)?));
+/// assert_eq!(prompt.fp8(&hopper)?.matmul(), &prompt); // only if asked for
+/// assert!(prompt.fp8(&gpu).is_err());
 ///
 /// // Without matrix instructions, many rows are multiplied faster once the weight is dequantized.
 /// let plain = Capability { mma: false, ..gpu };
@@ -64,6 +66,14 @@ pub struct MatmulPlan {
     pub(super) kernel: Kernel,
 }
 
+/// A matmul with an input rounded to E4M3, and its launch on one device; see [`Matmul::fp8`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Fp8Plan {
+    pub(super) matmul: Matmul,
+    pub(super) device: Capability,
+    pub(super) launch: Wgmma,
+}
+
 /// Kernel of a matmul, with its launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kernel {
@@ -83,8 +93,8 @@ pub(super) enum Kernel {
     PortableCmma(PortableCmma),
 }
 
-/// Launch of `wgmma.rs`. A cube takes [`WGMMA_TILE_N`] packed rows, some rows of the input and,
-/// with split-K, a part of k.
+/// Launch of `wgmma.rs` or `wgmma_fp8.rs`. A cube takes [`WGMMA_TILE_N`] packed rows, some rows of
+/// the input and, with split-K, a part of k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Wgmma {
     /// Cubes.
@@ -99,16 +109,23 @@ pub(super) struct Wgmma {
     pub scratch: u32,
 }
 
+impl Wgmma {
+    /// Returns m rounded up to whole cubes.
+    pub(super) fn padded(&self, m: usize) -> usize {
+        m.next_multiple_of(self.tile_m as usize)
+    }
+}
+
 /// Packed rows of a cube of `wgmma.rs`.
 pub(super) const WGMMA_TILE_N: usize = 128;
 
-/// Configuration of `wgmma.rs`, for 228 KiB of shared memory per multiprocessor.
+/// Configuration of `wgmma.rs` or `wgmma_fp8.rs`, for 228 KiB of shared memory per multiprocessor.
 struct WgmmaConfig {
     tile_m: u32,
     stages: u32,
     /// Cubes that run on a multiprocessor at once.
     ctas_per_sm: usize,
-    /// Nanoseconds that they take for a k tile, measured on an H200.
+    /// Nanoseconds that they take for a k tile, measured on an H200; of FP8 on an H100.
     k_tile_ns: usize,
 }
 
@@ -118,6 +135,15 @@ const WGMMA_CONFIGS: [WgmmaConfig; 5] = [
     WgmmaConfig { tile_m: 64, stages: 3, ctas_per_sm: 2, k_tile_ns: 1600 },
     WgmmaConfig { tile_m: 128, stages: 5, ctas_per_sm: 1, k_tile_ns: 1100 },
     WgmmaConfig { tile_m: 256, stages: 3, ctas_per_sm: 1, k_tile_ns: 1750 },
+];
+
+/// Largest k of FP8: a unit of `fp8_input.rs` holds a 256th of a row of the input.
+const MAX_FP8_K: usize = 1 << 16;
+
+const FP8_CONFIGS: [WgmmaConfig; 3] = [
+    WgmmaConfig { tile_m: 64, stages: 8, ctas_per_sm: 1, k_tile_ns: 400 },
+    WgmmaConfig { tile_m: 128, stages: 8, ctas_per_sm: 1, k_tile_ns: 660 },
+    WgmmaConfig { tile_m: 256, stages: 6, ctas_per_sm: 1, k_tile_ns: 830 },
 ];
 
 /// Nanoseconds that it takes to launch `reduce_split_k` of `wgmma.rs`.
@@ -365,6 +391,14 @@ impl Matmul {
         Ok(MatmulPlan { matmul: *self, device: *device, kernel })
     }
 
+    /// Plans matrix instructions of a warpgroup for E4M3: the input is rounded, the weight exact.
+    ///
+    /// # Errors
+    /// As [`mma`](Self::mma).
+    pub fn fp8(&self, device: &Capability) -> Result<Fp8Plan, Refusal> {
+        Ok(Fp8Plan { matmul: *self, device: *device, launch: self.fp8_launch(device)? })
+    }
+
     /// Plans multiplications and additions in f32.
     ///
     /// # Errors
@@ -526,6 +560,32 @@ impl Matmul {
 
     fn wgmma_launch(&self, device: &Capability) -> Result<Wgmma, Refusal> {
         self.check_instructions(device.wgmma != WgmmaSupport::None, K_TILE)?;
+        self.fastest_wgmma(&WGMMA_CONFIGS, device)
+    }
+
+    fn fp8_launch(&self, device: &Capability) -> Result<Wgmma, Refusal> {
+        self.check()?;
+        let refuse = |reason| Err(Refusal::Instructions { reason });
+        if device.wgmma == WgmmaSupport::None {
+            return refuse("the device has none for FP8");
+        }
+        if self.dtype == Dtype::F32 {
+            return refuse("outputs of FP8 are f16 or bf16");
+        }
+        if !self.k.is_multiple_of(K_TILE) {
+            return refuse("their steps do not divide the channels");
+        }
+        if self.k > MAX_FP8_K {
+            return refuse("a row of the input is too long for its registers");
+        }
+        self.fastest_wgmma(&FP8_CONFIGS, device)
+    }
+
+    fn fastest_wgmma(
+        &self,
+        configs: &[WgmmaConfig],
+        device: &Capability,
+    ) -> Result<Wgmma, Refusal> {
         let refuse = |reason| Err(Refusal::Instructions { reason });
         if !self.n.is_multiple_of(8) {
             return refuse("they store eight outputs at a time");
@@ -550,7 +610,7 @@ impl Matmul {
                 .filter(|&split_k| k_tiles.div_ceil(k_tiles.div_ceil(split_k)) == split_k)
         };
         let configs =
-            WGMMA_CONFIGS.iter().flat_map(|config| splits().map(move |split_k| (config, split_k)));
+            configs.iter().flat_map(|config| splits().map(move |split_k| (config, split_k)));
         let (config, split_k) = configs.min_by_key(time).expect("one cube may take all of k");
         let &WgmmaConfig { tile_m, stages, .. } = config;
         let scratch = if device.wgmma == WgmmaSupport::Ptx { 0 } else { UNITS };
@@ -587,7 +647,7 @@ impl Matmul {
         })
     }
 
-    fn check(&self) -> Result<(), Refusal> {
+    pub(super) fn check(&self) -> Result<(), Refusal> {
         let Self { m, n, k: cols, block_size, .. } = *self;
         self.format.check_block_size(block_size).map_err(SearchError::from)?;
         if !cols.is_multiple_of(block_size) {

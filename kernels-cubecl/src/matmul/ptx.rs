@@ -14,7 +14,7 @@
 //! ```
 
 use cubecl::prelude::*;
-use cubecl_ir::attributes::{BoolAttr, IndexAttr};
+use cubecl_ir::attributes::IndexAttr;
 use cubecl_ir::{CanMaterialize, HasSideEffects, Pure, prelude::*};
 use cubecl_llvm::shared::to_llvm::ToLLVMDialect;
 use pliron::builtin::attributes::StringAttr;
@@ -24,7 +24,7 @@ use pliron::value::Value;
 use pliron_llvm::ops as llvm;
 use pliron_llvm::types::{StructLayout, StructType, VoidType};
 
-use super::instructions::WgmmaInstructions;
+use super::instructions::{Operand, WgmmaInstructions};
 
 /// Words of A that a unit holds.
 const WORDS: usize = 4;
@@ -47,6 +47,23 @@ fn word_type(ctx: &Context) -> TypeHandle {
     IntegerType::get(ctx, 32, Signedness::Signless).into()
 }
 
+/// Returns the pointers to the values at an address.
+fn pointers(
+    ctx: &mut Context,
+    rewriter: &mut DialectConversionRewriter,
+    first: Value,
+    of: TypeHandle,
+    count: usize,
+) -> Vec<Value> {
+    let mut pointer = |index| {
+        let index = llvm::GepIndex::Constant(index as u32);
+        let pointer = llvm::GetElementPtrOp::new(ctx, first, vec![index], of);
+        rewriter.insert_op(ctx, &pointer);
+        pointer.get_result(ctx)
+    };
+    (0..count).map(&mut pointer).collect()
+}
+
 /// Loads the values at an address. Returns the pointers and the values.
 fn load_all(
     ctx: &mut Context,
@@ -55,18 +72,29 @@ fn load_all(
     of: TypeHandle,
     count: usize,
 ) -> (Vec<Value>, Vec<Value>) {
-    let (mut pointers, mut values) = (Vec::new(), Vec::new());
-    for index in 0..count {
-        let index = llvm::GepIndex::Constant(index as u32);
-        let pointer = llvm::GetElementPtrOp::new(ctx, from, vec![index], of);
-        rewriter.insert_op(ctx, &pointer);
-        let pointer = pointer.get_result(ctx);
+    let pointers = pointers(ctx, rewriter, from, of, count);
+    let mut load = |&pointer: &Value| {
         let value = llvm::LoadOp::new(ctx, pointer, of);
         rewriter.insert_op(ctx, &value);
-        pointers.push(pointer);
-        values.push(value.get_result(ctx));
-    }
+        value.get_result(ctx)
+    };
+    let values = pointers.iter().map(&mut load).collect();
     (pointers, values)
+}
+
+/// Stores the fields of a result of assembly.
+fn store_all(
+    ctx: &mut Context,
+    rewriter: &mut DialectConversionRewriter,
+    result: Value,
+    pointers: Vec<Value>,
+) {
+    for (index, pointer) in pointers.into_iter().enumerate() {
+        let value = llvm::ExtractValueOp::new(ctx, result, vec![index as u32]).expect("a field");
+        rewriter.insert_op(ctx, &value);
+        let store = llvm::StoreOp::new(ctx, value.get_result(ctx), pointer);
+        rewriter.insert_op(ctx, &store);
+    }
 }
 
 /// Inserts assembly that updates the sums at an address; `inputs` are its operands after the sums.
@@ -87,37 +115,33 @@ fn change_sums(
     let result = StructType::get_unnamed(ctx, (vec![float; count], StructLayout::Unpacked)).into();
     let operands = inputs.into_iter().chain(values).collect();
     let changed = assembly(ctx, rewriter, result, operands, text, &constraints);
-    for (index, pointer) in pointers.into_iter().enumerate() {
-        let value = llvm::ExtractValueOp::new(ctx, changed, vec![index as u32]).expect("a sum");
-        rewriter.insert_op(ctx, &value);
-        let store = llvm::StoreOp::new(ctx, value.get_result(ctx), pointer);
-        rewriter.insert_op(ctx, &store);
-    }
+    store_all(ctx, rewriter, changed, pointers);
 }
 
-#[cube_op(name = "fp4.take_byte")]
-#[result_ty(same_as = word)]
+#[cube_op(name = "fp4.select_bytes")]
+#[result_ty(same_as = low)]
 #[op_traits(CanMaterialize, Pure)]
-struct TakeByteOp {
-    word: Value,
-    selector: Value,
+struct SelectBytesOp {
+    low: Value,
+    high: Value,
+    selectors: Value,
 }
 
 #[op_interface_impl]
-impl ToLLVMDialect for TakeByteOp {
+impl ToLLVMDialect for SelectBytesOp {
     fn rewrite(
         &self,
         ctx: &mut Context,
         rewriter: &mut DialectConversionRewriter,
         _operands_info: &OperandsInfo,
     ) -> Result<()> {
-        let (word, selector) = (self.word(ctx), self.selector(ctx));
+        let inputs = vec![self.low(ctx), self.high(ctx), self.selectors(ctx)];
         let ty = word_type(ctx);
-        let text = "prmt.b32 $0, $1, 0, $2;";
-        let op = llvm::InlineAsmOp::new(ctx, ty, vec![word, selector], text, "=r,r,r", false);
+        let text = "prmt.b32 $0, $1, $2, $3;";
+        let op = llvm::InlineAsmOp::new(ctx, ty, inputs, text, "=r,r,r,r", false);
         rewriter.insert_op(ctx, &op);
-        let byte = op.get_result(ctx);
-        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![byte]);
+        let bytes = op.get_result(ctx);
+        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![bytes]);
         Ok(())
     }
 }
@@ -178,6 +202,186 @@ impl ToLLVMDialect for CopyAsyncOp {
         let inputs = vec![self.to(ctx), self.from(ctx), self.at(ctx), self.wanted(ctx)];
         let void = VoidType::get(ctx).into();
         assembly(ctx, rewriter, void, inputs, &text, "r,l,r,r,~{memory}");
+        rewriter.erase_operation(ctx, self.get_operation());
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.round_to_e4m3")]
+#[result_ty(same_as = first)]
+#[op_traits(CanMaterialize, Pure)]
+struct RoundToE4m3Op {
+    // Bits of floats.
+    first: Value,
+    second: Value,
+    third: Value,
+    fourth: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for RoundToE4m3Op {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let values = vec![self.first(ctx), self.second(ctx), self.third(ctx), self.fourth(ctx)];
+        let text = "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; \
+                    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }";
+        let ty = word_type(ctx);
+        let op = llvm::InlineAsmOp::new(ctx, ty, values, text, "=r,r,r,r,r", false);
+        rewriter.insert_op(ctx, &op);
+        let word = op.get_result(ctx);
+        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![word]);
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.load_word")]
+#[result_ty(same_as = at)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct LoadWordOp {
+    #[operand(ptr_read)]
+    from: Value,
+    at: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for LoadWordOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.from(ctx), self.at(ctx)];
+        let text = "{ .reg .b64 from; mad.wide.u32 from, $2, 4, $1; \
+                    ld.relaxed.cta.global.b32 $0, [from]; }";
+        let ty = word_type(ctx);
+        let word = assembly(ctx, rewriter, ty, inputs, text, "=r,l,r,~{memory}");
+        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![word]);
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.load_vector")]
+#[result_ty(none)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct LoadVectorOp {
+    #[operand(ptr_read)]
+    from: Value,
+    at: Value,
+    #[operand(ptr_write)]
+    words: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for LoadVectorOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.from(ctx), self.at(ctx)];
+        let text = "{ .reg .b64 from; mad.wide.u32 from, $5, 16, $4; \
+                    ld.relaxed.cta.global.v4.b32 {$0,$1,$2,$3}, [from]; }";
+        let word = word_type(ctx);
+        let result = StructType::get_unnamed(ctx, (vec![word; WORDS], StructLayout::Unpacked));
+        let constraints = "=r,=r,=r,=r,l,r,~{memory}";
+        let loaded = assembly(ctx, rewriter, result.into(), inputs, text, constraints);
+        let pointers = pointers(ctx, rewriter, self.words(ctx), word, WORDS);
+        store_all(ctx, rewriter, loaded, pointers);
+        rewriter.erase_operation(ctx, self.get_operation());
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.start_barrier")]
+#[result_ty(none)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct StartBarrierOp {
+    wanted: Value,
+    barrier: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for StartBarrierOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.wanted(ctx), self.barrier(ctx)];
+        let text = "{ .reg .pred p; setp.ne.u32 p, $0, 0; @p mbarrier.init.shared.b64 [$1], 1; }";
+        let void = VoidType::get(ctx).into();
+        assembly(ctx, rewriter, void, inputs, text, "r,r,~{memory}");
+        rewriter.erase_operation(ctx, self.get_operation());
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.copy_rows")]
+#[result_ty(none)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct CopyRowsOp {
+    wanted: Value,
+    to: Value,
+    #[operand(ptr_read)]
+    from: Value,
+    at: Value,
+    barrier: Value,
+    bytes: IndexAttr,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for CopyRowsOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let bytes = self.bytes(ctx).0;
+        let text = format!(
+            "{{ .reg .pred p; .reg .b64 from; setp.ne.u32 p, $4, 0; \
+             mad.wide.u32 from, $2, 16, $1; \
+             @p mbarrier.arrive.expect_tx.shared.b64 _, [$3], {bytes}; \
+             @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes \
+             [$0], [from], {bytes}, [$3]; }}"
+        );
+        let inputs =
+            vec![self.to(ctx), self.from(ctx), self.at(ctx), self.barrier(ctx), self.wanted(ctx)];
+        let void = VoidType::get(ctx).into();
+        assembly(ctx, rewriter, void, inputs, &text, "r,l,r,r,r,~{memory}");
+        rewriter.erase_operation(ctx, self.get_operation());
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.wait_for_rows")]
+#[result_ty(none)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct WaitForRowsOp {
+    barrier: Value,
+    parity: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for WaitForRowsOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.barrier(ctx), self.parity(ctx)];
+        let text = "{ .reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [$0], $1; \
+                    @!p bra again; }";
+        let void = VoidType::get(ctx).into();
+        assembly(ctx, rewriter, void, inputs, text, "r,r,~{memory}");
         rewriter.erase_operation(ctx, self.get_operation());
         Ok(())
     }
@@ -245,7 +449,10 @@ struct MultiplyOp {
     #[operand(ptr_write)]
     sums: Value,
     columns: IndexAttr,
-    bf16: BoolAttr,
+    /// The end of the instruction's name: its values of k and the types.
+    kind: StringAttr,
+    /// Immediate operands of the instruction.
+    immediates: StringAttr,
 }
 
 #[op_interface_impl]
@@ -257,7 +464,8 @@ impl ToLLVMDialect for MultiplyOp {
         _operands_info: &OperandsInfo,
     ) -> Result<()> {
         let columns = self.columns(ctx).0;
-        let half = if self.bf16(ctx).0 { "bf16" } else { "f16" };
+        let kind: String = self.kind(ctx).clone().into();
+        let immediates: String = self.immediates(ctx).clone().into();
         let own = columns / 2;
         let word = word_type(ctx);
         let (_, words) = load_all(ctx, rewriter, self.a(ctx), word, WORDS);
@@ -268,8 +476,8 @@ impl ToLLVMDialect for MultiplyOp {
         let text = format!(
             "{{ .reg .b64 b; .reg .b32 at; and.b32 at, ${}, 0x3FFFF; shr.u32 at, at, 4; \
              or.b32 at, at, 0x10000; mov.b64 b, {{at, 0x40000040}}; wgmma.fence.sync.aligned; \
-             wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} \
-             {{{}}}, {{{}}}, b, 1, 1, 1, 0; wgmma.commit_group.sync.aligned; }}",
+             wgmma.mma_async.sync.aligned.m64n{columns}{kind} \
+             {{{}}}, {{{}}}, b, {immediates}; wgmma.commit_group.sync.aligned; }}",
             own + WORDS,
             list(0, own),
             list(own, WORDS)
@@ -307,11 +515,47 @@ impl ToLLVMDialect for WaitForSumsOp {
 
 #[cube]
 #[allow(unused_variables)]
-fn take_byte(word: u32, selector: u32) -> u32 {
+fn permute_bytes(low: u32, high: u32, selectors: u32) -> u32 {
     intrinsic!(|scope| {
-        let (word, selector) = (word.read_value(scope), selector.read_value(scope));
-        let op = TakeByteOp::new(scope.ctx_mut(), word, selector);
+        let (low, high) = (low.read_value(scope), high.read_value(scope));
+        let selectors = selectors.read_value(scope);
+        let op = SelectBytesOp::new(scope.ctx_mut(), low, high, selectors);
         scope.register_with_result(&op).into()
+    })
+}
+
+#[cube]
+#[allow(unused_variables)]
+fn round_bits(first: u32, second: u32, third: u32, fourth: u32) -> u32 {
+    intrinsic!(|scope| {
+        let (first, second) = (first.read_value(scope), second.read_value(scope));
+        let (third, fourth) = (third.read_value(scope), fourth.read_value(scope));
+        let op = RoundToE4m3Op::new(scope.ctx_mut(), first, second, third, fourth);
+        scope.register_with_result(&op).into()
+    })
+}
+
+#[cube]
+#[allow(unused_variables)]
+fn load_in_place(from: &[u32], at: u32) -> u32 {
+    intrinsic!(|scope| {
+        let at = at.read_value(scope);
+        // SAFETY: the pointer is to a value that the scope has just made, and keeps.
+        let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
+        let op = LoadWordOp::new(scope.ctx_mut(), from, at);
+        scope.register_with_result(&op).into()
+    })
+}
+
+#[cube]
+#[allow(unused_variables)]
+fn load_vector_in_place<T: CubePrimitive>(from: &[T], at: u32, words: &mut Array<u32>) {
+    intrinsic!(|scope| {
+        let at = at.read_value(scope);
+        // SAFETY: the pointer is to a value that the scope has just made, and keeps.
+        let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
+        let words = words.__extract_list(scope);
+        scope.register(&LoadVectorOp::new(scope.ctx_mut(), from, at, words));
     })
 }
 
@@ -347,6 +591,47 @@ fn copy_async<T: CubePrimitive>(
     })
 }
 
+#[cube]
+#[allow(unused_variables)]
+fn start_barrier(wanted: u32, barrier: u32) {
+    intrinsic!(|scope| {
+        let (wanted, barrier) = (wanted.read_value(scope), barrier.read_value(scope));
+        scope.register(&StartBarrierOp::new(scope.ctx_mut(), wanted, barrier));
+    })
+}
+
+/// Starts to copy `bytes` bytes from device memory to an address of shared memory, unless `wanted`
+/// is 0. `at` counts in vectors of 16 bytes.
+#[cube]
+#[allow(unused_variables)]
+fn copy_rows_async<T: CubePrimitive>(
+    wanted: u32,
+    to: u32,
+    from: &[T],
+    at: u32,
+    barrier: u32,
+    #[comptime] bytes: usize,
+) {
+    intrinsic!(|scope| {
+        let wanted = wanted.read_value(scope);
+        let (to, at) = (to.read_value(scope), at.read_value(scope));
+        let barrier = barrier.read_value(scope);
+        // SAFETY: the pointer is to a value that the scope has just made, and keeps.
+        let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
+        let bytes = IndexAttr(bytes);
+        scope.register(&CopyRowsOp::new(scope.ctx_mut(), wanted, to, from, at, barrier, bytes));
+    })
+}
+
+#[cube]
+#[allow(unused_variables)]
+fn wait_for_barrier(barrier: u32, parity: u32) {
+    intrinsic!(|scope| {
+        let (barrier, parity) = (barrier.read_value(scope), parity.read_value(scope));
+        scope.register(&WaitForRowsOp::new(scope.ctx_mut(), barrier, parity));
+    })
+}
+
 /// Prefetches `bytes` bytes of device memory, a multiple of 16, into L2, from byte `at` on, rounded
 /// down to 16 bytes.
 #[cube]
@@ -376,13 +661,20 @@ fn multiply_async(
     b: u32,
     sums: &mut Array<f32>,
     #[comptime] columns: usize,
-    #[comptime] bf16: bool,
+    #[comptime] operand: Operand,
 ) {
     intrinsic!(|scope| {
         let (a, b) = (a.__extract_list(scope), b.read_value(scope));
         let sums = sums.__extract_list(scope);
-        let (columns, bf16) = (IndexAttr(columns), BoolAttr(bf16));
-        scope.register(&MultiplyOp::new(scope.ctx_mut(), a, b, sums, columns, bf16));
+        // Add to the sums, A as it is, B as it is; of 16 bits also: B is not transposed.
+        let (kind, immediates) = match operand {
+            Operand::F16 => ("k16.f32.f16.f16", "1, 1, 1, 0"),
+            Operand::Bf16 => ("k16.f32.bf16.bf16", "1, 1, 1, 0"),
+            Operand::E4m3 => ("k32.f32.e4m3.e4m3", "1, 1, 1"),
+        };
+        let [kind, immediates] = [kind, immediates].map(|text| StringAttr::new(text.to_string()));
+        let columns = IndexAttr(columns);
+        scope.register(&MultiplyOp::new(scope.ctx_mut(), a, b, sums, columns, kind, immediates));
     })
 }
 
@@ -427,9 +719,68 @@ impl WgmmaInstructions for PtxWgmma {
         order(comptime!(format!("cp.async.wait_group {groups}; fence.proxy.async.shared::cta;")));
     }
 
+    fn start_barriers(address: u32, #[comptime] count: u32) {
+        let wanted = u32::cast_from(UNIT_POS == 0u32);
+        #[unroll]
+        for barrier in 0..count {
+            start_barrier(wanted, address + 8 * barrier);
+        }
+        order(comptime!("fence.mbarrier_init.release.cluster;".to_string()));
+        order(comptime!("fence.proxy.async.shared::cta;".to_string()));
+    }
+
+    #[allow(unused_variables)]
+    fn copy_rows<X: Size>(
+        wanted: bool,
+        shared: &mut [Vector<u32, X>],
+        address: u32,
+        to: u32,
+        from: &[Vector<u32, X>],
+        at: u32,
+        barrier: u32,
+        #[comptime] each: u32,
+    ) {
+        let (wanted, to) = (u32::cast_from(wanted), address + to * 16u32);
+        copy_rows_async::<Vector<u32, X>>(
+            wanted,
+            to,
+            from,
+            at,
+            barrier,
+            comptime!(16 * each as usize),
+        );
+    }
+
+    fn wait_for_rows(barrier: u32, parity: u32) {
+        wait_for_barrier(barrier, parity);
+    }
+
+    fn load_word(from: &[u32], at: u32) -> u32 {
+        load_in_place(from, at)
+    }
+
+    fn load_vector<W: Size>(from: &[Vector<u32, W>], at: u32) -> Array<u32> {
+        let mut words = Array::<u32>::new(4usize);
+        load_vector_in_place::<Vector<u32, W>>(from, at, &mut words);
+        words
+    }
+
+    fn round_to_e4m3(values: &Array<f32>) -> u32 {
+        round_bits(
+            u32::reinterpret(values[0usize]),
+            u32::reinterpret(values[1usize]),
+            u32::reinterpret(values[2usize]),
+            u32::reinterpret(values[3usize]),
+        )
+    }
+
     fn byte(word: u32, part: u32) -> u32 {
         // A selector of three zeros and the byte.
-        take_byte(word, part | 0x4440u32)
+        permute_bytes(word, 0u32.runtime(), part | 0x4440u32)
+    }
+
+    fn select_bytes(low: u32, high: u32, selectors: u32) -> u32 {
+        permute_bytes(low, high, selectors)
     }
 
     #[allow(unused_variables)]
@@ -441,9 +792,9 @@ impl WgmmaInstructions for PtxWgmma {
         sums: &mut Array<f32>,
         scratch: &mut [Vector<u32, W>],
         #[comptime] columns: u32,
-        #[comptime] bf16: bool,
+        #[comptime] operand: Operand,
     ) {
-        multiply_async(a, address + at * 16u32, sums, comptime!(columns as usize), bf16);
+        multiply_async(a, address + at * 16u32, sums, comptime!(columns as usize), operand);
     }
 
     fn wait_for_products(#[comptime] groups: u32) {

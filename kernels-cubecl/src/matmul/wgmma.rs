@@ -31,12 +31,12 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::instructions::WgmmaInstructions;
+use super::instructions::{Operand, WgmmaInstructions};
 use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
 use super::plan::{K_TILE, Matmul, WGMMA_TILE_N, Wgmma};
 use crate::numeric::element::decode_byte;
 use crate::numeric::scale_grid::{element_shift, product_scale_pair, sum_shift};
-use crate::plan::{Dtype, UNITS};
+use crate::plan::UNITS;
 
 /// Vectors of eight values of a row of the input in half a k tile.
 const VECTORS: u32 = K_TILE as u32 / 16;
@@ -81,7 +81,6 @@ pub(super) fn launch<I: WgmmaInstructions, F: Float>(
     }
     let length = plan.split_k as usize * m * n;
     let parts = client.empty(4 * length);
-    let vectors = m * n / 4;
     // SAFETY: as above.
     unsafe {
         wgmma_kernel::launch_unchecked::<I, F, f32>(
@@ -95,6 +94,28 @@ pub(super) fn launch<I: WgmmaInstructions, F: Float>(
             BufferArg::from_raw_parts(parts.clone(), length / 4),
             plan,
         );
+    }
+    reduce::<F>(client, handles, parts, output, matmul, blueprint, plan, false);
+}
+
+/// Launches the sum of the parts of k. `scaled` parts are products already, without the tensor
+/// scale.
+#[allow(clippy::too_many_arguments)]
+pub(super) fn reduce<F: Float>(
+    client: &Client,
+    handles: OperandHandles,
+    parts: Handle,
+    output: Handle,
+    matmul: &Matmul,
+    blueprint: MatmulBlueprint,
+    plan: Wgmma,
+    scaled: bool,
+) {
+    let Matmul { m, n, block_size, .. } = *matmul;
+    let widths = Widths { codes: 32, scales: 4 * block_size, input: 8, k_tile: K_TILE };
+    let vectors = m * n / 4;
+    // SAFETY: the lengths match the matmul.
+    unsafe {
         reduce_split_k::launch_unchecked::<F>(
             client,
             CubeCount::Static((vectors as u32).div_ceil(UNITS), 1, 1),
@@ -102,34 +123,35 @@ pub(super) fn launch<I: WgmmaInstructions, F: Float>(
             4,
             4,
             4,
-            operands(handles, matmul, blueprint, widths()),
-            BufferArg::from_raw_parts(parts, length / 4),
+            operands(handles, matmul, blueprint, widths),
+            BufferArg::from_raw_parts(parts, plan.split_k as usize * vectors),
             BufferArg::from_raw_parts(output, vectors),
             plan,
+            scaled,
         );
     }
 }
 
 /// Position of a unit, and the work of its cube.
 #[derive(CubeType, Clone, Copy)]
-struct Lane {
+pub(super) struct Lane {
     /// First row of the input of its cube.
-    cube_input: u32,
+    pub(super) cube_input: u32,
     /// First packed row of its cube.
-    cube_row: u32,
+    pub(super) cube_row: u32,
     /// First k tile of its cube, and their number.
-    first: u32,
-    k_tiles: u32,
+    pub(super) first: u32,
+    pub(super) k_tiles: u32,
     /// First of its packed rows, counted in its cube. The other is eight rows below.
-    row: u32,
+    pub(super) row: u32,
     /// Number of its quad: the row it has of each eight.
-    quad: u32,
+    pub(super) quad: u32,
     /// Number in its quad: the part it has of a row.
-    part: u32,
+    pub(super) part: u32,
 }
 
 #[cube]
-fn lane<F: Float, W: Size, X: Size>(
+pub(super) fn lane<F: Float, W: Size, X: Size>(
     operands: &Operands<F, u32, W, X>,
     #[comptime] plan: Wgmma,
 ) -> Lane {
@@ -396,7 +418,7 @@ fn wgmma_kernel<I: WgmmaInstructions, F: Float, O: Float, W: Size, X: Size, V: S
                     &mut sums,
                     &mut rings.codes,
                     tile_m,
-                    comptime!(blueprint.dtype == Dtype::Bf16),
+                    comptime!(Operand::from(blueprint.dtype)),
                 );
                 let to = k_tile + stages_ahead;
                 copy_part::<I, F, W, X>(
@@ -412,19 +434,20 @@ fn wgmma_kernel<I: WgmmaInstructions, F: Float, O: Float, W: Size, X: Size, V: S
     }
     I::wait_for_sums(&mut sums, comptime!(tile_m / 2));
     I::wait_for_copies(0u32);
-    store_sums::<F, O, W, X, V>(operands, output, &mut rings.input, &sums, &lane, plan);
+    store_sums::<F, O, W, X, V>(operands, output, &mut rings.input, &sums, &lane, plan, false);
 }
 
 /// Stores the sums through shared memory, some columns at a time, so that neighbouring units store
-/// neighbouring packed rows.
+/// neighbouring packed rows. `scaled` sums are products already, without the tensor scale.
 #[cube]
-fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
+pub(super) fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
     operands: &Operands<F, u32, W, X>,
     output: &mut [Vector<O, V>],
     ring: &mut [Vector<u32, X>],
     sums: &Array<f32>,
     lane: &Lane,
     #[comptime] plan: Wgmma,
+    #[comptime] scaled: bool,
 ) {
     let dims = &operands.dims;
     // Padded: neighbouring columns start 4 banks apart.
@@ -464,7 +487,7 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
                         if comptime!(plan.split_k > 1) {
                             finished.insert(slot, O::cast_from(sum));
                         } else {
-                            let shift = comptime!(sum_shift(operands.blueprint.grid()));
+                            let shift = comptime!(shift(operands.blueprint, scaled));
                             let of = row + comptime!(part * 4 + index);
                             let value = epilogue::<F, u32, W, X>(operands, sum * shift, of);
                             finished.insert(slot, O::cast_from(value));
@@ -478,6 +501,11 @@ fn store_sums<F: Float, O: Float, W: Size, X: Size, V: Size>(
     }
 }
 
+/// Returns the factor of sums that restores their magnitude.
+fn shift(blueprint: MatmulBlueprint, scaled: bool) -> f32 {
+    if scaled { 1.0 } else { sum_shift(blueprint.grid()) }
+}
+
 /// Adds the sums of the cubes that divide k, in order, and applies the epilogue.
 #[cube(launch_unchecked)]
 fn reduce_split_k<F: Float, W: Size, X: Size, V: Size>(
@@ -485,6 +513,7 @@ fn reduce_split_k<F: Float, W: Size, X: Size, V: Size>(
     parts: &[Vector<f32, V>],
     output: &mut [Vector<F, V>],
     #[comptime] plan: Wgmma,
+    #[comptime] scaled: bool,
 ) {
     let vectors = operands.dims.m * operands.dims.n / 4;
     let at = ABSOLUTE_POS as u32;
@@ -495,7 +524,7 @@ fn reduce_split_k<F: Float, W: Size, X: Size, V: Size>(
             sum += parts[(part * vectors + at) as usize];
         }
         let row = at * 4 % operands.dims.n;
-        let shift = comptime!(sum_shift(operands.blueprint.grid()));
+        let shift = comptime!(shift(operands.blueprint, scaled));
         let mut finished = Vector::<F, V>::empty();
         #[unroll]
         for index in 0..4u32 {

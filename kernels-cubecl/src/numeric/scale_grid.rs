@@ -11,7 +11,7 @@
 //!
 //! Codes are non-negative, since block scales have no sign. They ascend with their values.
 
-use burn_fp4_search::formats::{E2M1, Minifloat, ScaleGrid};
+use burn_fp4_search::formats::{E2M1, E4M3, Minifloat, ScaleGrid};
 use burn_fp4_search::scale_grid::{
     ELEMENT_BINADE, F32_BIAS, F32_MANTISSA_BITS, POWERS_ABOVE, POWERS_BELOW,
 };
@@ -353,6 +353,94 @@ pub(crate) fn sum_shift(grid: ScaleGrid) -> f32 {
     match grid {
         ScaleGrid::Float(_) => power(PRODUCT),
         ScaleGrid::PowersOfTwo(_) => 1.0,
+    }
+}
+
+/// Blocks whose scale is at most 2^14 times smaller than the largest of their row have products of
+/// E4M3: its largest value is 448, the largest element 6 and the smallest 2^-1.
+const E4M3_BINADES: u32 = 14;
+/// Products of E4M3 are 2^6 times the products with the largest power of two of a row.
+const E4M3_POWER: i32 = 6;
+/// Products of E4M3 are 2^-3 times the products with a float scale.
+const E4M3_FLOAT: i32 = -3;
+
+/// Returns the length of the table of [`e4m3_products`].
+pub(crate) fn e4m3_entries(grid: ScaleGrid) -> u32 {
+    match grid {
+        ScaleGrid::Float(row) => ones(row) + 1,
+        ScaleGrid::PowersOfTwo(_) => E4M3_BINADES + 2,
+    }
+}
+
+/// Returns the entry of a block scale in the table of [`e4m3_products`], given the largest code of
+/// a block of the row that has other elements than zeros.
+#[cube]
+pub(crate) fn e4m3_entry(code: u32, largest: u32, #[comptime] grid: ScaleGrid) -> u32 {
+    match comptime!(grid) {
+        ScaleGrid::Float(row) => code & comptime!(ones(row)),
+        // A larger code is that of a block of zeros. It wraps around to the last entry.
+        ScaleGrid::PowersOfTwo(_) => min(largest - code, comptime!(E4M3_BINADES + 1)),
+    }
+}
+
+/// Returns the factor of the products of an entry: 0 for blocks that are too small.
+#[cube]
+fn e4m3_factor(entry: u32, #[comptime] grid: ScaleGrid) -> f32 {
+    match comptime!(grid) {
+        ScaleGrid::Float(row) => float_value(entry, row) * comptime!(power(E4M3_FLOAT)),
+        ScaleGrid::PowersOfTwo(_) => {
+            let bits = (comptime!((BIAS + E4M3_POWER) as u32) - entry) << MANTISSA;
+            f32::reinterpret(select(entry > comptime!(E4M3_BINADES), 0u32, bits))
+        }
+    }
+}
+
+/// Returns the E4M3 codes of the products of the eight magnitudes of elements with the block scale
+/// of an entry, a byte for each. They are exact if [`e4m3_holds`] them, and rounded otherwise.
+#[cube]
+pub(crate) fn e4m3_products(entry: u32, #[comptime] grid: ScaleGrid) -> Vector<u32, Const<2>> {
+    let factor = e4m3_factor(entry, grid);
+    let mut words = Vector::<u32, Const<2>>::empty();
+    #[unroll]
+    for half in 0..2usize {
+        let mut word = 0u32;
+        #[unroll]
+        for index in 0..4usize {
+            let element = comptime!(E2M1.decode((4 * half + index) as u8));
+            word |=
+                round_to_float(factor * element, comptime!(E4M3)) << comptime!(8 * index as u32);
+        }
+        words.insert(half, word);
+    }
+    words
+}
+
+/// Returns true if E4M3 holds the products of all elements with a block scale, given the largest
+/// code of a block of the row that has other elements than zeros.
+#[cube]
+pub(crate) fn e4m3_holds(code: u32, largest: u32, #[comptime] grid: ScaleGrid) -> bool {
+    let entry = e4m3_entry(code, largest, grid);
+    match comptime!(grid) {
+        ScaleGrid::Float(_) => {
+            let factor = e4m3_factor(entry, grid);
+            // The others are these times a power of two.
+            let (half, more) = (factor * 0.5f32, factor * 1.5f32);
+            let e4m3 = comptime!(E4M3);
+            float_value(round_to_float(half, e4m3), e4m3) == half
+                && float_value(round_to_float(more, e4m3), e4m3) == more
+        }
+        ScaleGrid::PowersOfTwo(row) => {
+            largest != comptime!(ones(row)) && entry <= comptime!(E4M3_BINADES)
+        }
+    }
+}
+
+/// Returns the factor that restores sums of products in E4M3, of a row with this largest code.
+#[cube]
+pub(crate) fn e4m3_row_factor(largest: u32, #[comptime] grid: ScaleGrid) -> f32 {
+    match comptime!(grid) {
+        ScaleGrid::Float(_) => comptime!(power(-E4M3_FLOAT)).runtime(),
+        ScaleGrid::PowersOfTwo(row) => power_value(largest, row) * comptime!(power(-E4M3_POWER)),
     }
 }
 

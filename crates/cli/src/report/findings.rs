@@ -4,8 +4,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use burn_fp4_checkpoints::dialect::{Known, writer};
 use burn_fp4_checkpoints::{Checkpoint, Model, Reader, Value, Weight};
-use burn_fp4_search::Gram;
 use burn_fp4_search::formats::Fp4Format;
+use burn_fp4_search::{Gram, fp8_rounding_error};
 use serde::Serialize;
 
 use crate::accuracy::{bits, mean};
@@ -34,6 +34,9 @@ pub struct Report {
     /// Mean error of the outputs of their layers, if inputs were given.
     #[serde(serialize_with = "optional")]
     pub(super) output_error_percent: Option<f64>,
+    /// Mean error that products in FP8 add to FP4 weights, in percent.
+    #[serde(serialize_with = "optional")]
+    pub(super) fp8_rounding_percent: Option<f64>,
     /// Predictions on texts, if they were measured.
     pub(super) texts: Vec<Text>,
     /// Programs that read the dialect and formats of the model.
@@ -105,6 +108,9 @@ pub(super) struct Row {
     /// Blocks of an FP4 weight, and those that have the largest block scale.
     pub(super) blocks: u64,
     pub(super) saturated_blocks: u64,
+    /// What products in FP8 on Hopper add to the error of an FP4 weight: `|FP8 - W'| / |W'|`.
+    #[serde(serialize_with = "optional")]
+    pub(super) fp8_rounding_percent: Option<f64>,
     /// `|W' - W| / |W|`. None: see `problem`.
     #[serde(serialize_with = "optional")]
     pub(super) error_percent: Option<f64>,
@@ -174,6 +180,7 @@ impl Report {
             quantized: quantized().count(),
             quantized_bits_per_weight: bits_of(quantized()),
             weight_error_percent: mean(quantized().filter_map(|row| row.error_percent)),
+            fp8_rounding_percent: mean(weights.iter().filter_map(|row| row.fp8_rounding_percent)),
             output_error_percent: mean(quantized().filter_map(|row| row.output_error_percent)),
             texts: Vec::new(),
             readers,
@@ -230,6 +237,12 @@ impl Row {
             bits_per_weight: bits(weight.bytes(), weight.len()),
             blocks: facts.map_or(0, |facts| facts.blocks),
             saturated_blocks: facts.map_or(0, |facts| facts.saturated_blocks),
+            fp8_rounding_percent: match &weight.value {
+                Value::Fp4(fp4) => {
+                    mean(fp4.to_packed().iter().map(|matrix| 100.0 * fp8_rounding_error(matrix)))
+                }
+                Value::Plain(_) | Value::Fp8(_) => None,
+            },
             error_percent: None,
             output_error_percent: None,
             problem: None,

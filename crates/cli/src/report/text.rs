@@ -172,6 +172,15 @@ pub(super) fn summary(report: &Report) -> Vec<String> {
         line.push_str(&format!("; {} of blocks saturated", share(saturated, blocks)));
     }
     lines.push(line);
+    if let Some(error) = report.fp8_rounding_percent {
+        lines.push(match error {
+            0.0 => "products in FP8 are exact (`Activations::Fp8`)".to_owned(),
+            error => format!(
+                "products in FP8 round the weights by {} (`Activations::Fp8Rounded`)",
+                Percent(error)
+            ),
+        });
+    }
     if let Some(worst) = report.weights.first().filter(|worst| worst.severity() > 0.0) {
         let name = &worst.name;
         lines.push(match (&worst.problem, worst.output_error_percent, worst.error_percent) {

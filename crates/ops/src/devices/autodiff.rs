@@ -233,6 +233,21 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         tracked_product(B::fp4_int8_matmul, input, weight, layout)
     }
 
+    fn fp4_fp8_rows(weight: Fp4Primitive<Self>, layout: Fp4Layout) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_fp8_rows(inner(weight), layout))
+    }
+
+    fn fp4_fp8_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        rows: FloatTensor<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let rows = rows.into_primitive();
+        let product = |input, weight, layout| B::fp4_fp8_matmul(input, weight, rows, layout);
+        tracked_product(product, input, weight, layout)
+    }
+
     fn fp4_fake_quantize(
         values: FloatTensor<Self>,
         amax: FloatTensor<Self>,

@@ -148,6 +148,42 @@ pub trait Fp4Backend: Backend {
         add_bias::<Self>(Self::fp4_matmul(input, weight, layout), bias)
     }
 
+    /// Finds the facts about a weight `[K, N]` packed along its first axis for products in FP8, f32
+    /// `[2, N]`; see [`fp8_rows`](burn_fp4_search::fp8_rows).
+    #[fusion(dtype = DType::F32, shape = Shape::new([2, layout.shape[1]]))]
+    fn fp4_fp8_rows(
+        #[extension_type] weight: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        on_host::fp8_rows::<Self>(weight, &layout)
+    }
+
+    /// [`fp4_matmul`](Self::fp4_matmul) with [`Activations::Fp8`](burn_fp4_search::Activations),
+    /// for a weight with the facts `rows`, on devices that multiply so. Others multiply as
+    /// `fp4_matmul` does.
+    #[fusion(dtype = input, shape = Shape::new([input[0], layout.shape[1]]))]
+    fn fp4_fp8_matmul(
+        input: FloatTensor<Self>,
+        #[extension_type] weight: Fp4Primitive<Self>,
+        rows: FloatTensor<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let _ = rows;
+        Self::fp4_matmul(input, weight, layout)
+    }
+
+    /// [`fp4_fp8_matmul`](Self::fp4_fp8_matmul) plus a bias `[N]` of the dtype of the input.
+    #[fusion(dtype = input, shape = Shape::new([input[0], layout.shape[1]]))]
+    fn fp4_fp8_linear(
+        input: FloatTensor<Self>,
+        #[extension_type] weight: Fp4Primitive<Self>,
+        rows: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        add_bias::<Self>(Self::fp4_fp8_matmul(input, weight, rows, layout), bias)
+    }
+
     /// Quantizes and dequantizes, in the dtype of the input. `saturated` is for gradients.
     #[fusion(dtype = values, shape = values)]
     fn fp4_fake_quantize(

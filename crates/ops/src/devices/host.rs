@@ -6,10 +6,12 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{DType, Element, FloatDType, TensorData, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, HostElement, PackedView, View};
 use burn_fp4_search::squares::ranges_of;
-use burn_fp4_search::{Activations, Fp4Scheme, GramLayout, Hadamard, Importance};
+use burn_fp4_search::{
+    Activations, Fp4Scheme, GramLayout, Hadamard, Importance, fp8_values, round_to_fp8,
+};
 
 use super::extension::Fp4Backend;
-use super::portable::on_host::{OwnedImportance, read};
+use super::portable::on_host::{OwnedImportance, packed_on_host, read};
 use super::portable::{dequantize_transformed, gram, transformed_input};
 use crate::layout::{Fp4Layout, Fp4Primitive};
 use crate::saturated::Saturated;
@@ -198,6 +200,23 @@ impl<B: HostDevice> Fp4Backend for B {
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
         matmul::<B>(input, weight, &layout, Activations::Int8)
+    }
+
+    fn fp4_fp8_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        _for_gpus: FloatTensor<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let (device, dtype) = (input.device(), input.dtype());
+        let packed = packed_on_host::<B>(weight, &layout);
+        let weight = TensorData::new(fp8_values(&packed), [packed.rows, packed.cols]);
+        let weight = B::float_swap_dims(B::float_from_data(weight, &device), 0, 1);
+        let input = in_f32::<B>(transformed_input::<B>(input, &layout));
+        let rounded: Vec<f32> =
+            f32s::<B>(&input).chunks(packed.cols).flat_map(round_to_fp8).collect();
+        let rounded = B::float_from_data(TensorData::new(rounded, input.shape()), &device);
+        B::float_cast(B::float_matmul(rounded, weight), FloatDType::from(dtype))
     }
 
     fn fp4_fake_quantize(

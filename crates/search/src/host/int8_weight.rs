@@ -130,7 +130,7 @@ pub fn int8_weight_matmul(
     let rows = (TASK_BYTES / channels).max(1).next_multiple_of(PANEL);
     let multiplications = outputs * channels * inputs;
     match activations {
-        Activations::F32 => {
+        Activations::F32 | Activations::Fp8 | Activations::Fp8Rounded => {
             let task = |(): &mut (), task: usize, products: &mut [f32]| {
                 let (first, inputs) = (task * rows, inputs);
                 arch().dispatch(WeightRows {
@@ -393,7 +393,9 @@ mod tests {
                     let terms = (0..channels).map(|channel| {
                         let at = row * channels + channel;
                         let factor = match activations {
-                            Activations::F32 => f64::from(input[at]),
+                            Activations::F32 | Activations::Fp8 | Activations::Fp8Rounded => {
+                                f64::from(input[at])
+                            }
                             Activations::Int8 => {
                                 let scale = f64::from(input_scales[at / INT8_BLOCK]);
                                 f64::from(input_codes[at]) * scale

@@ -30,7 +30,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, FamilyPlan, Matmul, MatmulPlan, PackedHandles, Prefetch, Refusal,
+    Capability, FamilyPlan, Fp8Plan, Matmul, MatmulPlan, PackedHandles, Prefetch, Refusal,
 };
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
@@ -77,6 +77,53 @@ impl Planner {
             }
         }
     }
+}
+
+/// Smallest number of rows of the input for products in FP8. With fewer some are slower on an H100
+/// than in bf16.
+const MIN_FP8_ROWS: usize = 129;
+
+impl Planner {
+    /// Plans the product of an input `[m, k]` with a weight `[k, n]` in FP8.
+    ///
+    /// # Errors
+    /// The reason why it runs as [`plan`](Self::plan) says.
+    pub(crate) fn plan_fp8(
+        &self,
+        m: usize,
+        layout: &Fp4Layout,
+        dtype: DType,
+    ) -> Result<Fp8Plan, Refusal> {
+        let refuse = |reason| Err(Refusal::Instructions { reason });
+        let [k, n] = layout.shape[..] else { return refuse("the weight is not a matrix") };
+        if layout.axis != 0 {
+            return refuse("blocks run along the outputs");
+        }
+        if m < MIN_FP8_ROWS {
+            return refuse("with at most 128 rows they are hardly faster");
+        }
+        let Fp4Layout { format, block_size, .. } = *layout;
+        let matmul = Matmul { m, n, k, format, block_size, dtype: kernel_dtype(dtype) };
+        matmul.fp8(&self.capability)
+    }
+}
+
+/// Runs a product planned in FP8, as a tensor of a shape.
+pub(crate) fn run_in_fp8(
+    plan: &Fp8Plan,
+    input: CubeTensor,
+    weight: Fp4Primitive<CubeBackend>,
+    rows: CubeTensor,
+    bias: Option<CubeTensor>,
+    shape: Shape,
+) -> CubeTensor {
+    let rows = into_contiguous(rows).handle;
+    let launch = |client: &Client, input, mut weights: Vec<WeightHandles>, _| {
+        let (weight, bias) = weights.pop().expect("one weight");
+        plan.run(client, weight, rows, input, bias).map(|output| vec![output])
+    };
+    let mut outputs = run_with(plan.matmul(), input, vec![(weight, bias)], vec![shape], launch);
+    outputs.pop().expect("an output for each weight")
 }
 
 /// Runs a planned product, as a tensor of a shape. While a graph is captured it also prefetches the

@@ -30,7 +30,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype, Hessians, PackedHandles, Problem, Refusal,
+    Activations, Capability, Dtype, Hessians, Matmul, PackedHandles, Problem, Refusal,
     quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::host::{DequantTarget, View};
@@ -112,6 +112,27 @@ fn multiply(
     match bias {
         Some(bias) => add_bias::<CubeBackend>(product, bias),
         None => product,
+    }
+}
+
+/// Multiplies in FP8 if there is a plan, otherwise as [`multiply`] does.
+fn multiply_in_fp8(
+    input: CubeTensor,
+    weight: Fp4Primitive<CubeBackend>,
+    rows: CubeTensor,
+    bias: Option<CubeTensor>,
+    layout: Fp4Layout,
+) -> CubeTensor {
+    let [m, n] = [input.meta.shape()[0], layout.shape[1]];
+    let planner = matmul::Planner::new(&input.device, &input.client);
+    match planner.and_then(|planner| planner.plan_fp8(m, &layout, input.dtype)) {
+        Ok(plan) => {
+            FUSED.fetch_add(1, Ordering::Relaxed);
+            GROUPS.fetch_add(1, Ordering::Relaxed);
+            let input = portable::transformed_input::<CubeBackend>(input, &layout);
+            matmul::run_in_fp8(&plan, input, weight, rows, bias, Shape::new([m, n]))
+        }
+        Err(_) => multiply(input, weight, bias, layout),
     }
 }
 
@@ -278,6 +299,37 @@ impl Fp4Backend for CubeBackend {
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
         multiply(input, weight, Some(bias), layout)
+    }
+
+    fn fp4_fp8_rows(weight: Fp4Primitive<Self>, layout: Fp4Layout) -> FloatTensor<Self> {
+        if !has_kernels(&weight.codes.device) {
+            return portable::on_host::fp8_rows::<Self>(weight, &layout);
+        }
+        let like = weight.codes.clone();
+        let [k, n] = layout.shape[..] else { unreachable!("{CHECKED}") };
+        let Fp4Layout { format, block_size, .. } = layout;
+        let matmul = Matmul { m: 0, n, k, format, block_size, dtype: Dtype::Bf16 };
+        let rows = burn_fp4_cubecl::fp8_rows(&like.client, handles(weight), &matmul);
+        output_tensor(&like, rows.expect(CHECKED), Shape::new([2, n]), DType::F32)
+    }
+
+    fn fp4_fp8_matmul(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        rows: FloatTensor<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        multiply_in_fp8(input, weight, rows, None, layout)
+    }
+
+    fn fp4_fp8_linear(
+        input: FloatTensor<Self>,
+        weight: Fp4Primitive<Self>,
+        rows: FloatTensor<Self>,
+        bias: FloatTensor<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        multiply_in_fp8(input, weight, rows, Some(bias), layout)
     }
 
     fn fp4_fake_quantize(

@@ -4,14 +4,15 @@ use std::sync::Arc;
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, read_sync};
-use burn_fp4_search::formats::Packed;
+use burn::tensor::{FloatDType, TensorData, read_sync};
+use burn_fp4_search::formats::{Packed, TensorScale};
 use burn_fp4_search::host::{View, quantize_packed};
 use burn_fp4_search::{BlockHessians, Fp4Scheme, Importance, Method, Rounding};
 
 use super::floats::{Floats, rows};
 use crate::hessian_factor::HessianFactor;
-use crate::layout::Fp4Primitive;
+use crate::layout::{Fp4Layout, Fp4Primitive};
+use crate::tensor::from_bits;
 
 const CHECKED: &str = "callers check scheme, shape and importance";
 
@@ -68,6 +69,34 @@ pub fn quantize_gptq<B: Backend>(
     let hessian_factor = hessian_factor.on_host().expect("callers look where it was made");
     let packed = hessian_factor.quantize(&matrix, count, &scheme, &amax);
     upload::<B>(packed.expect(CHECKED), &device)
+}
+
+/// [`fp4_fp8_rows`](crate::Fp4Backend::fp4_fp8_rows), on the host.
+pub(crate) fn fp8_rows<B: Backend>(weight: Fp4Primitive<B>, layout: &Fp4Layout) -> FloatTensor<B> {
+    let device = weight.codes.device();
+    let packed = packed_on_host::<B>(weight, layout);
+    let rows = burn_fp4_search::fp8_rows(&packed);
+    B::float_from_data(TensorData::new(rows, [2, packed.rows]), &device)
+}
+
+/// Reads a packed tensor back.
+pub(crate) fn packed_on_host<B: Backend>(weight: Fp4Primitive<B>, layout: &Fp4Layout) -> Packed {
+    let data =
+        |tensor| read_sync(B::int_into_data(tensor)).expect("the device hands back its data");
+    let bytes = |tensor| data(tensor).try_into_vec::<u8>().expect("codes and scales are bytes");
+    let [rows, blocks] = layout.scales_shape();
+    Packed {
+        format: layout.format,
+        block_size: layout.block_size,
+        rows,
+        cols: blocks * layout.block_size,
+        codes: bytes(weight.codes),
+        scales: bytes(weight.scales),
+        tensor_scale: match from_bits(&data(weight.tensor_scale))[..] {
+            [scale] => TensorScale::One(scale),
+            ref scales => TensorScale::PerRow(scales.to_vec()),
+        },
+    }
 }
 
 /// The importance that an operation was given as a tensor.

@@ -244,8 +244,8 @@ fn int8_activations_change_products_by_half_a_step_at_most() {
     }
 }
 
-/// Products in FP8 on devices that have them, emulated on hosts; others read the input as it is, and
-/// say so.
+/// Products in FP8 on devices that have them, emulated on hosts; others read the input as it is,
+/// and say so.
 #[test]
 fn activations_in_fp8_are_read_as_the_device_says() {
     for (name, device, _) in devices() {

@@ -170,8 +170,8 @@ impl Fp8Weight {
     }
 
     /// Returns the number of blocks whose products E4M3 does not hold; see
-    /// [`fp8_rows`](burn_fp4_search::fp8_rows). A weight with any is multiplied as without FP8, unless
-    /// it [may be rounded](Self::with_rounding).
+    /// [`fp8_rows`](burn_fp4_search::fp8_rows). A weight with any is multiplied as without FP8,
+    /// unless it [may be rounded](Self::with_rounding).
     #[must_use]
     pub fn inexact_blocks(&self) -> usize {
         self.inexact_blocks

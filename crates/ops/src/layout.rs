@@ -290,3 +290,8 @@ pub(crate) fn packed_by_gptq_metadata(
 ) -> Fp4PrimitiveMetadata {
     packed_metadata(values, amax, axis, scheme)
 }
+
+/// Converts the bits of f32 values, in i32, to the values.
+pub(crate) fn from_bits(bits: &TensorData) -> Vec<f32> {
+    bits.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect()
+}

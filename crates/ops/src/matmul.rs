@@ -103,9 +103,9 @@ pub fn linear_with<const D: usize>(
     }
 }
 
-/// [`linear_with`] for [`Activations::Fp8`] or [`Activations::Fp8Rounded`], with facts about the weight that are known already.
-/// They are asked for if the device multiplies inputs of this shape and dtype in FP8;
-/// [`Fp8Weight::path`] tells.
+/// [`linear_with`] for [`Activations::Fp8`] or [`Activations::Fp8Rounded`], with facts about the
+/// weight that are known already. They are asked for if the device multiplies inputs of this shape
+/// and dtype in FP8; [`Fp8Weight::path`] tells.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

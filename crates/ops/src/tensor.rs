@@ -9,7 +9,7 @@ use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale, check_scales};
 use crate::devices::extension::{Fp4Backend, weight_data};
 use crate::error::OpsError;
 use crate::hadamard::hadamard;
-use crate::layout::{Fp4Layout, Fp4Primitive, check_dtype};
+use crate::layout::{Fp4Layout, Fp4Primitive, check_dtype, from_bits};
 
 /// A quantized tensor of rank `D` on a device: codes and scales, about 4.5 bits per value.
 ///
@@ -489,11 +489,6 @@ impl Fp4Tensor<2> {
     pub fn transpose(self) -> Self {
         Self { layout: self.layout.transposed(), ..self }
     }
-}
-
-/// Converts the bits of f32 values, in i32, to the values.
-pub(crate) fn from_bits(bits: &TensorData) -> Vec<f32> {
-    bits.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect()
 }
 
 /// Checks a shape.

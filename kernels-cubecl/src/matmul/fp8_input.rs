@@ -1,8 +1,8 @@
 //! Rounding of an input to E4M3 by rows, for `wgmma_fp8.rs`.
 //!
-//! The values are those of [`burn_fp4_search::round_to_fp8`]. A cube holds a row in registers, finds
-//! its largest magnitude, and rounds it to multiples of a 448th of it. The output is in the order
-//! in which the product copies and multiplies it:
+//! The values are those of [`burn_fp4_search::round_to_fp8`]. A cube holds a row in registers,
+//! finds its largest magnitude, and rounds it to multiples of a 448th of it. The output is in the
+//! order in which the product copies and multiplies it:
 //!
 //! ```text
 //! k tile 0  | row 0: 128 bytes | row 1 | .. | padding |

@@ -99,8 +99,8 @@ pub(super) trait WgmmaInstructions: 'static + Send + Sync {
     /// Loads the four words of a vector as [`load_word`](Self::load_word) does.
     fn load_vector<W: Size>(from: &[Vector<u32, W>], at: u32) -> Array<u32>;
 
-    /// Rounds four floats to E4M3, to nearest, and to the largest finite number beyond it. The first
-    /// is in the lowest byte.
+    /// Rounds four floats to E4M3, to nearest, and to the largest finite number beyond it. The
+    /// first is in the lowest byte.
     fn round_to_e4m3(values: &Array<f32>) -> u32;
 
     /// Returns the byte of a word that belongs to this `part`, with zeros above.

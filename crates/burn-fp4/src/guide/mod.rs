@@ -6,6 +6,7 @@
 //! | [`serve`]      | quantizing a Hugging Face folder, and serving it            |
 //! | [`accuracy`]   | keeping accuracy                                            |
 //! | [`speed`]      | running fast on a GPU or a CPU                              |
+//! | [`fp8`]        | many tokens on an H100: products in FP8                     |
 //! | [`cpu_layers`] | layers that multiply by codes on a CPU                      |
 //! | [`fine_tune`]  | LoRA, quantization-aware training, training in NVFP4        |
 //! | [`faq`]        | GPUs, models, comparisons                                   |
@@ -39,6 +40,10 @@ pub mod accuracy {}
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("speed.md")]
 pub mod speed {}
+
+#[doc = include_str!("links.txt")]
+#[doc = include_str!("fp8.md")]
+pub mod fp8 {}
 
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("cpu_layers.md")]

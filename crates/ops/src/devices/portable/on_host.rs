@@ -11,8 +11,7 @@ use burn_fp4_search::{BlockHessians, Fp4Scheme, Importance, Method, Rounding};
 
 use super::floats::{Floats, rows};
 use crate::hessian_factor::HessianFactor;
-use crate::layout::{Fp4Layout, Fp4Primitive};
-use crate::tensor::from_bits;
+use crate::layout::{Fp4Layout, Fp4Primitive, from_bits};
 
 const CHECKED: &str = "callers check scheme, shape and importance";
 

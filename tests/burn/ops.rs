@@ -344,7 +344,7 @@ fn gradients_of_the_input_flow_through_matmul() {
         let found = input.grad(&(output * factors.clone()).sum().backward()).unwrap();
         let expected = factors.clone().without_autodiff().matmul(weight.dequantize().transpose());
         assert_bits(name, &floats(found), &floats(expected.clone()));
-        for activations in [Activations::Int8, Activations::Fp8] {
+        for activations in [Activations::Int8, Activations::Fp8, Activations::Fp8Rounded] {
             let output = linear_with(input.clone(), &weight, None, activations).unwrap();
             let found = input.grad(&(output * factors.clone()).sum().backward()).unwrap();
             assert_bits(name, &floats(found), &floats(expected.clone()));

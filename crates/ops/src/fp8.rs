@@ -28,12 +28,12 @@ pub enum Fp8Path {
     },
     /// On a host: rounded alike, and multiplied in f32.
     Emulated,
-    /// E4M3 does not hold the products of some blocks of the weight; the input is read as it is.
+    /// Without FP8: E4M3 does not hold the products of some blocks of the weight.
     Inexact {
         /// Number of these blocks.
         blocks: usize,
     },
-    /// The device does not multiply this input in FP8; it is read as it is.
+    /// Without FP8: the device does not multiply this input so.
     Unplanned {
         /// The reason.
         reason: String,
@@ -48,10 +48,9 @@ impl fmt::Display for Fp8Path {
             Self::Emulated => write!(f, "rounded to FP8, products in f32"),
             Self::Inexact { blocks } => write!(
                 f,
-                "input as it is: E4M3 does not hold the products of {blocks} blocks of the weight; \
-                 allow `Activations::Fp8Rounded`"
+                "without FP8, as E4M3 does not hold the products of {blocks} blocks of the weight"
             ),
-            Self::Unplanned { reason } => write!(f, "input as it is: {reason}"),
+            Self::Unplanned { reason } => write!(f, "without FP8: {reason}"),
         }
     }
 }
@@ -60,7 +59,7 @@ impl fmt::Display for Fp8Path {
 /// its products: in FP8, or emulated.
 ///
 /// # Errors
-/// The reason why it reads the input as it is.
+/// The reason why it does not multiply in FP8.
 pub(crate) fn plan_fp8(
     weight: &Fp4Tensor<2>,
     rows: usize,
@@ -163,6 +162,10 @@ impl Fp8Weight {
     /// Returns true if the weight is exact, or may be rounded.
     pub(crate) fn is_multiplied(&self) -> bool {
         self.rounds || self.inexact_blocks == 0
+    }
+
+    pub(crate) fn dims(&self) -> [usize; 2] {
+        self.rows.dims()
     }
 
     pub(crate) fn rows(&self) -> DispatchTensor {

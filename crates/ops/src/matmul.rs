@@ -121,7 +121,8 @@ pub fn linear_with<const D: usize>(
 /// ```
 ///
 /// # Errors
-/// As [`linear`], and those of `facts`.
+/// As [`linear`], those of `facts`, and [`OpsError::Shape`] if they are of a weight with another
+/// number of outputs. Facts of another weight of the same shape give wrong products.
 pub fn linear_in_fp8<const D: usize>(
     input: Tensor<D>,
     weight: &Fp4Tensor<2>,
@@ -133,6 +134,10 @@ pub fn linear_in_fp8<const D: usize>(
         return multiply(input, weight, bias, Product::Plain);
     }
     let facts = facts()?;
+    let (expected, found) = (vec![2, weight.dims()[1]], facts.dims().to_vec());
+    if found != expected {
+        return Err(OpsError::Shape { what: "facts for FP8", expected, found });
+    }
     let product = if facts.is_multiplied() { Product::Fp8(&facts) } else { Product::Plain };
     multiply(input, weight, bias, product)
 }
@@ -140,7 +145,7 @@ pub fn linear_in_fp8<const D: usize>(
 /// How a product reads its input.
 enum Product<'a> {
     Plain,
-    /// On hosts; elsewhere as it is.
+    /// On hosts; elsewhere `Plain`.
     Int8,
     Fp8(&'a Fp8Weight),
 }

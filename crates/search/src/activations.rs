@@ -1,7 +1,7 @@
 //! [`Activations`]: the input of a product with a packed weight, or with one of signed bytes.
 
 /// Chooses how a product with a packed weight reads its input, and one with signed bytes on `flex`
-/// in f32. Devices that cannot read it so read it as it is.
+/// in f32. Devices without such products read it unrounded.
 ///
 /// Elements are multiples of 1/2, so that products of their codes with 8-bit integers are exact.
 /// [`Int8`](Self::Int8) uses the processor's instructions for them. It changes outputs by 0.5 % if
@@ -10,7 +10,7 @@
 /// by 0.01 to 0.07 % more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Activations {
-    /// Reads the input as it is, and multiplies in f32 on hosts.
+    /// Reads the input unrounded, and multiplies in f32 on hosts.
     #[default]
     F32,
     /// On hosts, rounds each block of the input, as long as a block of the weight, to 8-bit
@@ -20,14 +20,14 @@ pub enum Activations {
     Int8,
     /// Rounds each row of the input to E4M3: to the nearest, as multiples of a 448th of its largest
     /// magnitude. A row with NaN or infinity gives NaN, one below 2^-118 is zeros. Products with a
-    /// weight for which [`fp8_rows`](crate::fp8_rows) counts blocks, as most of NVFP4, read the
-    /// input as it is.
+    /// weight for which [`fp8_rows`](crate::fp8_rows) counts blocks, as most of NVFP4, and with
+    /// signed bytes, read the input unrounded. So do gradients: they are those of such products.
     ///
     /// GPUs of compute capability 9.0 multiply in FP8 for more than 128 rows in f16 or bf16, a
-    /// multiple of 128 channels and a multiple of 8 outputs; other products read the input as it
-    /// is. Products with the weight are exact, but the instructions add with about 14 bits: on an
-    /// H100 sums of 8192 products of one sign are 10 % too small, and with random signs outputs are
-    /// off by 0.2 %.
+    /// multiple of 128 channels, at most 65536, and a multiple of 8 outputs; other products read
+    /// the input unrounded. Products with the weight are exact, but the instructions add with about
+    /// 14 bits: on an H100 sums of 8192 products of one sign are 10 % too small, and with random
+    /// signs outputs are off by 0.2 %.
     ///
     /// `flex` and `ndarray` round alike and multiply in f32, which shows what FP8 costs, slowly.
     Fp8,

@@ -12,8 +12,8 @@ use burn_fp4_formats::{E2M1_VALUES, E4M3, Packed, ScaleGrid};
 ///
 /// E4M3 has to hold the products of all elements with the scale of a block, relative to a power of
 /// two: an eighth, or 2^6 divided by the largest scale of a format whose scales are powers of two.
-/// Of the scales of NVFP4 these are the ones with a significand of 1, 1.25 or 1.5, from 2^-5, 2^-3
-/// and 2^-4 on. Blocks of MXFP4 may be 2^14 times smaller than the largest one of their row.
+/// It does for scales of NVFP4 with a significand of 1, 1.25 or 1.5, from 2^-5, 2^-3 and 2^-4 on.
+/// Blocks of MXFP4 may be 2^14 times smaller than the largest one of their row.
 ///
 /// ```
 /// use burn_fp4_search::formats::{E4M3, Packed};
@@ -152,7 +152,7 @@ impl Tables {
         self.known.entry(key).or_insert_with(table)
     }
 
-    /// Returns what the number 1 of E4M3 stands for in a row, without the tensor scale.
+    /// Returns the value of 1 in E4M3 in a row, without the tensor scale.
     fn unit(&self, largest: u8) -> f64 {
         match self.grid {
             ScaleGrid::Float(_) => 8.0,

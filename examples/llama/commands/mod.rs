@@ -100,9 +100,9 @@ pub(crate) struct ProductOptions {
     /// for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
-    /// Format of the input of products with FP4 weights, except for a tied embedding, and with an
-    /// int8 `lm_head`. Defaults to int8 to generate on flex and ndarray, else to f32, which stands
-    /// for the dtype of the model.
+    /// Format of the input of products with FP4 weights, except for a tied embedding; int8 also of
+    /// an int8 `lm_head`. Defaults to int8 to generate on flex and ndarray, else to f32, which
+    /// stands for the dtype of the model.
     #[arg(long, value_enum)]
     activations: Option<ActivationFormat>,
 }
@@ -222,7 +222,11 @@ fn check_fp8<L: Projection>(model: &Llama<L>) -> Result<()> {
     let others: Vec<_> = paths.iter().filter(|path| !is_fp8(path)).collect();
     let first = others.first().map_or("none has an FP4 weight".to_owned(), |path| path.to_string());
     let (other, all) = (others.len(), paths.len());
-    ensure!(other < all, "--activations: no layer multiplies in FP8: {first}");
+    ensure!(
+        other < all,
+        "--activations: no layer multiplies in FP8 ({first}); pass fp8-rounded if the weights are \
+         in NVFP4, or leave the option out"
+    );
     if other > 0 {
         eprintln!("warning: {other} of {all} layers do not multiply in FP8; the first: {first}");
     }

@@ -391,10 +391,12 @@ impl Matmul {
         Ok(MatmulPlan { matmul: *self, device: *device, kernel })
     }
 
-    /// Plans matrix instructions of a warpgroup for E4M3: the input is rounded, the weight exact.
+    /// Plans matrix instructions of a warpgroup for E4M3. The input is rounded, and so are products
+    /// `element x block scale` that E4M3 does not hold; see [`fp8_rows`](super::fp8_rows).
     ///
     /// # Errors
-    /// As [`mma`](Self::mma).
+    /// [`Refusal`] if the device has no such instructions, the dtype is f32, 128 does not divide k,
+    /// k is more than 65536, or 8 does not divide n.
     pub fn fp8(&self, device: &Capability) -> Result<Fp8Plan, Refusal> {
         Ok(Fp8Plan { matmul: *self, device: *device, launch: self.fp8_launch(device)? })
     }
@@ -587,6 +589,9 @@ impl Matmul {
         device: &Capability,
     ) -> Result<Wgmma, Refusal> {
         let refuse = |reason| Err(Refusal::Instructions { reason });
+        if self.k == 0 {
+            return refuse("there are no channels");
+        }
         if !self.n.is_multiple_of(8) {
             return refuse("they store eight outputs at a time");
         }

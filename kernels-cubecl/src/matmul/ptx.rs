@@ -666,7 +666,7 @@ fn multiply_async(
     intrinsic!(|scope| {
         let (a, b) = (a.__extract_list(scope), b.read_value(scope));
         let sums = sums.__extract_list(scope);
-        // Add to the sums, A as it is, B as it is; of 16 bits also: B is not transposed.
+        // Add to the sums; neither A nor B is negated; for 16 bits, B is not transposed.
         let (kind, immediates) = match operand {
             Operand::F16 => ("k16.f32.f16.f16", "1, 1, 1, 0"),
             Operand::Bf16 => ("k16.f32.bf16.bf16", "1, 1, 1, 0"),

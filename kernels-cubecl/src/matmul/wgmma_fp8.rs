@@ -2,8 +2,8 @@
 //! as those for bf16.
 //!
 //! Products `element x block scale` are numbers of E4M3, relative to the largest block scale of the
-//! packed row or to 2^3, so that the weight is decoded exactly; `fp8_rows.rs` counts blocks for
-//! which this fails. The input is rounded to E4M3 by `fp8_input.rs`, which also explains its order.
+//! packed row or to 2^3. `fp8_rows.rs` counts the blocks for which they are not: these are rounded.
+//! The input is rounded to E4M3 by `fp8_input.rs`, which also explains its order.
 //!
 //! ```text
 //! cube: 256 units = 2 warpgroups with 64 packed rows each; `split_k` cubes divide k
@@ -189,7 +189,7 @@ fn decode_k_step<I: WgmmaInstructions>(
         let products = tables[comptime!((row * blocks + k_step * blocks / K_STEPS) as usize)];
         let (low, high) = (products.extract(0usize), products.extract(1usize));
         let magnitudes = word & 0x7777_7777u32;
-        // The signs of odd codes are at the top of bytes. Those of even codes are here.
+        // Signs of odd codes are at the top of bytes; this moves the signs of even codes there.
         let even = word << 4u32;
         #[unroll]
         for half in 0..2u32 {

@@ -4,8 +4,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use burn_fp4_checkpoints::dialect::{Known, writer};
 use burn_fp4_checkpoints::{Checkpoint, Model, Reader, Value, Weight};
-use burn_fp4_search::formats::Fp4Format;
-use burn_fp4_search::{Gram, fp8_rounding_error};
+use burn_fp4_search::formats::{Fp4Format, Packed};
+use burn_fp4_search::{Gram, fp8_rounding_error, fp8_rows};
 use serde::Serialize;
 
 use crate::accuracy::{bits, mean};
@@ -108,7 +108,9 @@ pub(super) struct Row {
     /// Blocks of an FP4 weight, and those that have the largest block scale.
     pub(super) blocks: u64,
     pub(super) saturated_blocks: u64,
-    /// What products in FP8 on Hopper add to the error of an FP4 weight: `|FP8 - W'| / |W'|`.
+    /// Blocks of an FP4 weight whose products E4M3 does not hold.
+    pub(super) fp8_inexact_blocks: u64,
+    /// Error that their rounding for products in FP8 adds, `|FP8 - W'| / |W'|`, in percent.
     #[serde(serialize_with = "optional")]
     pub(super) fp8_rounding_percent: Option<f64>,
     /// `|W' - W| / |W|`. None: see `problem`.
@@ -237,6 +239,13 @@ impl Row {
             bits_per_weight: bits(weight.bytes(), weight.len()),
             blocks: facts.map_or(0, |facts| facts.blocks),
             saturated_blocks: facts.map_or(0, |facts| facts.saturated_blocks),
+            fp8_inexact_blocks: match &weight.value {
+                Value::Fp4(fp4) => {
+                    let inexact = |matrix: Packed| fp8_rows(&matrix)[matrix.rows..].iter().sum();
+                    fp4.to_packed().into_iter().map(inexact).map(|blocks: f32| blocks as u64).sum()
+                }
+                Value::Plain(_) | Value::Fp8(_) => 0,
+            },
             fp8_rounding_percent: match &weight.value {
                 Value::Fp4(fp4) => {
                     mean(fp4.to_packed().iter().map(|matrix| 100.0 * fp8_rounding_error(matrix)))

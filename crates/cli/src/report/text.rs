@@ -173,9 +173,10 @@ pub(super) fn summary(report: &Report) -> Vec<String> {
     }
     lines.push(line);
     if let Some(error) = report.fp8_rounding_percent {
-        lines.push(match error {
-            0.0 => "products in FP8 are exact (`Activations::Fp8`)".to_owned(),
-            error => format!(
+        let is_exact = report.weights.iter().all(|row| row.fp8_inexact_blocks == 0);
+        lines.push(match is_exact {
+            true => "products in FP8 are exact (`Activations::Fp8`)".to_owned(),
+            false => format!(
                 "products in FP8 round the weights by {} (`Activations::Fp8Rounded`)",
                 Percent(error)
             ),

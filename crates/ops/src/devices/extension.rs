@@ -158,9 +158,9 @@ pub trait Fp4Backend: Backend {
         on_host::fp8_rows::<Self>(weight, &layout)
     }
 
-    /// [`fp4_matmul`](Self::fp4_matmul) with [`Activations::Fp8`](burn_fp4_search::Activations),
-    /// for a weight with the facts `rows`, on devices that multiply so. Others multiply as
-    /// `fp4_matmul` does.
+    /// [`fp4_matmul`](Self::fp4_matmul) with `Fp8` or `Fp8Rounded` of
+    /// [`Activations`](burn_fp4_search::Activations), for a weight with the facts `rows`, on
+    /// devices that multiply so. Others multiply as `fp4_matmul` does.
     #[fusion(dtype = input, shape = Shape::new([input[0], layout.shape[1]]))]
     fn fp4_fp8_matmul(
         input: FloatTensor<Self>,

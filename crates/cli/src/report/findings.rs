@@ -226,10 +226,14 @@ impl Row {
     /// Compares the original form of a weight with the finished one.
     fn new(pair: &[Weight<'_>; 2], inputs: Option<&Gram>) -> Self {
         let weight = &pair[1];
-        let facts = match &weight.value {
-            Value::Fp4(fp4) => Some(fp4.facts()),
-            Value::Plain(_) | Value::Fp8(_) => None,
+        let (facts, matrices) = match &weight.value {
+            Value::Fp4(fp4) => (Some(fp4.facts()), fp4.to_packed()),
+            Value::Plain(_) | Value::Fp8(_) => (None, Vec::new()),
         };
+        let inexact = |matrix: &Packed| {
+            fp8_rows(matrix)[matrix.rows..].iter().map(|&blocks| blocks as u64).sum::<u64>()
+        };
+        let rounding = matrices.iter().map(|matrix| 100.0 * fp8_rounding_error(matrix));
         let mut row = Self {
             name: weight.name.clone(),
             format: weight.kind(),
@@ -239,19 +243,8 @@ impl Row {
             bits_per_weight: bits(weight.bytes(), weight.len()),
             blocks: facts.map_or(0, |facts| facts.blocks),
             saturated_blocks: facts.map_or(0, |facts| facts.saturated_blocks),
-            fp8_inexact_blocks: match &weight.value {
-                Value::Fp4(fp4) => {
-                    let inexact = |matrix: Packed| fp8_rows(&matrix)[matrix.rows..].iter().sum();
-                    fp4.to_packed().into_iter().map(inexact).map(|blocks: f32| blocks as u64).sum()
-                }
-                Value::Plain(_) | Value::Fp8(_) => 0,
-            },
-            fp8_rounding_percent: match &weight.value {
-                Value::Fp4(fp4) => {
-                    mean(fp4.to_packed().iter().map(|matrix| 100.0 * fp8_rounding_error(matrix)))
-                }
-                Value::Plain(_) | Value::Fp8(_) => None,
-            },
+            fp8_inexact_blocks: matrices.iter().map(inexact).sum(),
+            fp8_rounding_percent: mean(rounding),
             error_percent: None,
             output_error_percent: None,
             problem: None,

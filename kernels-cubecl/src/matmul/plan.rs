@@ -167,8 +167,6 @@ pub(super) struct SmallM {
     pub k_planes: u32,
     /// Rows of the input, rounded up to a power of two.
     pub tile_m: u32,
-    /// K tiles of the input, if all of it is in shared memory; otherwise 0.
-    pub shared_k_tiles: u32,
 }
 
 impl SmallM {
@@ -219,34 +217,14 @@ impl SmallM {
         cubes.into_iter().map(|cubes| cubes as u32).collect()
     }
 
-    /// Largest number of vectors of the whole input that a unit holds in registers.
-    pub(super) const INPUT_BATCH: u32 = 8;
-
-    /// Returns the vectors of eight values of the whole input that a unit copies to shared memory,
-    /// if all of it is there.
-    pub(super) const fn input_vectors(&self) -> u32 {
-        let vectors = self.tile_m * self.shared_k_tiles * (SMALL_M_K_TILE as u32 / 8);
-        vectors.div_ceil(self.units())
-    }
-
-    /// Returns the size of the batch that begins with the vector `first` of these.
-    pub(super) const fn input_batch(&self, first: u32) -> u32 {
-        let rest = self.input_vectors() - first;
-        if rest < Self::INPUT_BATCH { rest } else { Self::INPUT_BATCH }
-    }
-
     /// Returns the rows of the input that a plane copies to shared memory for a step.
     pub(super) const fn copies(&self) -> u32 {
-        if self.shared_k_tiles > 0 { 0 } else { self.tile_m.div_ceil(self.n_planes) }
+        self.tile_m.div_ceil(self.n_planes)
     }
 }
 
 /// Elements of k that a plane of `small_m.rs` takes at a time.
 pub(super) const SMALL_M_K_TILE: usize = 256;
-
-/// Largest input that is in shared memory as a whole, in k tiles of a row: 39 KB, less than the
-/// input of two steps takes with 16 rows and four planes along k.
-const MAX_SHARED_K_TILES: usize = 68;
 
 /// Units on a multiprocessor that run `small_m.rs` at once. With 62 to 90 registers for each, as on
 /// an H100, more would fit there; 640 to 1024 were no faster.
@@ -528,14 +506,11 @@ impl Matmul {
             _ => return refuse("there are too many rows of the input for them"),
         };
         let tile_m = self.m.next_power_of_two();
-        let k_tiles = self.k / SMALL_M_K_TILE;
-        let shares_all = tile_m * k_tiles <= MAX_SHARED_K_TILES;
         Ok(SmallM {
             cubes: sms * (SMALL_M_UNITS / (32 * n_planes * k_planes)).max(1),
             n_planes,
             k_planes,
             tile_m: tile_m as u32,
-            shared_k_tiles: if shares_all { k_tiles as u32 } else { 0 },
         })
     }
 
@@ -697,24 +672,24 @@ mod tests {
     #[test]
     fn few_inputs_are_multiplied_by_matrix_instructions() {
         let of = |m, n| match matmul(m, n, 8192).plan(&GPU).unwrap().expect("few rows").kernel {
-            Kernel::SmallM(SmallM { n_planes, k_planes, tile_m, shared_k_tiles, .. }) => {
-                Some((n_planes, k_planes, tile_m, shared_k_tiles))
+            Kernel::SmallM(SmallM { n_planes, k_planes, tile_m, .. }) => {
+                Some((n_planes, k_planes, tile_m))
             }
             _ => None,
         };
-        assert_eq!(of(1, 8192), Some((1, 4, 1, 32)));
-        assert_eq!(of(1, 11008), Some((1, 8, 1, 32)));
-        assert_eq!(of(1, 4096), Some((1, 8, 1, 32)));
-        assert_eq!(of(1, 20), Some((1, 8, 1, 32)));
-        assert_eq!(of(2, 8192), Some((1, 4, 2, 32)));
-        assert_eq!(of(3, 8192), Some((1, 4, 4, 0)));
-        assert_eq!(of(3, 4096), Some((1, 8, 4, 0)));
-        assert_eq!(of(5, 8192), Some((2, 4, 8, 0)));
-        assert_eq!(of(16, 6144), Some((4, 4, 16, 0)));
-        assert_eq!(of(16, 8192), Some((4, 4, 16, 0)));
-        assert_eq!(of(9, 11008), Some((2, 4, 16, 0)));
-        assert_eq!(of(16, 28672), Some((4, 1, 16, 0)));
-        assert_eq!(of(9, 4096), Some((2, 4, 16, 0)));
+        assert_eq!(of(1, 8192), Some((1, 4, 1)));
+        assert_eq!(of(1, 11008), Some((1, 8, 1)));
+        assert_eq!(of(1, 4096), Some((1, 8, 1)));
+        assert_eq!(of(1, 20), Some((1, 8, 1)));
+        assert_eq!(of(2, 8192), Some((1, 4, 2)));
+        assert_eq!(of(3, 8192), Some((1, 4, 4)));
+        assert_eq!(of(3, 4096), Some((1, 8, 4)));
+        assert_eq!(of(5, 8192), Some((2, 4, 8)));
+        assert_eq!(of(16, 6144), Some((4, 4, 16)));
+        assert_eq!(of(16, 8192), Some((4, 4, 16)));
+        assert_eq!(of(9, 11008), Some((2, 4, 16)));
+        assert_eq!(of(16, 28672), Some((4, 1, 16)));
+        assert_eq!(of(9, 4096), Some((2, 4, 16)));
         assert_eq!(of(9, 1024), None);
         assert_eq!(of(17, 8192), None);
         // As many cubes as run at once.
@@ -748,11 +723,10 @@ mod tests {
         for m in 1..=MAX_SMALL_M {
             for (n, k) in [(20, 256), (4096, 1024), (4096, 4096), (8192, 17408), (65536, 256)] {
                 let Ok(plan) = matmul(m, n, k).small_m_launch(&GPU) else { continue };
-                let SmallM { k_planes, tile_m, shared_k_tiles, .. } = plan;
+                let SmallM { k_planes, tile_m, .. } = plan;
                 planned += 1;
-                let k_tiles = if shared_k_tiles > 0 { shared_k_tiles } else { 2 * k_planes };
-                // 36 vectors of 16 bytes for a k tile of a row; see `small_m.rs`.
-                let bytes = 16 * 36 * tile_m * k_tiles + 4 * k_planes * plan.staged_sums();
+                // 36 vectors of 16 bytes for a k tile of a row, in two steps; see `small_m.rs`.
+                let bytes = 16 * 36 * tile_m * 2 * k_planes + 4 * k_planes * plan.staged_sums();
                 assert!(bytes <= 99 << 10, "{m} x {n} x {k}: {bytes} bytes, {plan:?}");
             }
         }

@@ -11,12 +11,10 @@
 //!
 //! cube: n_planes x k_planes planes for one weight of a family that multiplies one input. They take
 //! every `cubes`-th of its n tiles: 16 x n_planes packed rows
-//! load a small input                                                   (load_input)
-//! load codes and scales of the first two steps                         (load_step)
-//! a small input goes to shared memory as a whole                       (share_all)
+//! load codes, scales and input of the first two steps                  (load_step)
 //! prefetch the weight of the next matmul, now or before the last steps (prefetch_next)
 //! for the steps of all n tiles: `k_planes` k tiles each
-//!     otherwise the input of the step goes to shared memory            (share_input)
+//!     the input of the step goes to shared memory                      (share_input)
 //!     for half of a word of eight codes:                               (multiply)
 //!         weights = codes x scales, in registers
 //!         sums += weights x input, for every eight rows of the input
@@ -26,9 +24,10 @@
 //! ```
 //!
 //! Loads go on from one n tile to the next, so that memory does not idle in between. The input in
-//! shared memory is in the order of decoded codes. It is loaded before the weight, for which it
-//! would wait otherwise. Each weight has a main loop of its own: if one loop loaded either of two
-//! weights into the same registers, the second load would wait for the first.
+//! shared memory is in the order of decoded codes. An input of a few rows was in shared memory as a
+//! whole before; loading it first took longer than loading it again with each n tile. Each weight
+//! has a main loop of its own: if one loop loaded either of two weights into the same registers, the
+//! second load would wait for the first.
 
 use cubecl::client::Client;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
@@ -173,7 +172,7 @@ struct StepRegisters<W: Size, X: Size> {
     codes: Array<Vector<u32, W>>,
     /// The scales of their blocks, in a word.
     scales: Array<u32>,
-    /// The part of the input that the lane copies, if steps share it.
+    /// The part of the input that the lane copies.
     input: Array<Vector<u32, X>>,
 }
 
@@ -221,52 +220,6 @@ fn place_of(row: u32, vector: u32) -> u32 {
     row * ROW_STRIDE_PADDED + vector / 8 * QUARTER_STRIDE_PADDED + vector % 8
 }
 
-/// Loads a batch of this unit's vectors of the whole input, from the vector `first` on. Vectors
-/// beyond the last repeat it.
-#[cube]
-fn load_input<F: Float, S: Int, W: Size, X: Size>(
-    operands: &Operands<F, S, W, X>,
-    batch: &mut Array<Vector<u32, X>>,
-    #[comptime] first: u32,
-    #[comptime] plan: SmallM,
-) {
-    let last = operands.dims.m * operands.dims.k_tiles * K_TILE_VECTORS - 1;
-    #[unroll]
-    for index in 0..comptime!(plan.input_batch(first)) {
-        let at = min(UNIT_POS + comptime!((first + index) * plan.units()), last);
-        batch[index as usize] = operands.input[at as usize];
-    }
-}
-
-/// Stores the whole input in shared memory. Of each unit's vectors the first batch is loaded.
-#[cube]
-fn share_all<F: Float, S: Int, W: Size, X: Size>(
-    operands: &Operands<F, S, W, X>,
-    batch: &mut Array<Vector<u32, X>>,
-    shared: &mut [Vector<u32, X>],
-    #[comptime] plan: SmallM,
-) {
-    let row_vectors = operands.dims.k_tiles * K_TILE_VECTORS;
-    #[unroll]
-    for number in 0..comptime!(plan.input_vectors().div_ceil(SmallM::INPUT_BATCH)) {
-        let first = comptime!(number * SmallM::INPUT_BATCH);
-        if comptime!(number > 0) {
-            load_input::<F, S, W, X>(operands, batch, first, plan);
-        }
-        #[unroll]
-        for index in 0..comptime!(plan.input_batch(first)) {
-            let at = UNIT_POS + comptime!((first + index) * plan.units());
-            if at < operands.dims.m * row_vectors {
-                let (row, in_row) = (at / row_vectors, at % row_vectors);
-                let (k_tile, vector) = (in_row / K_TILE_VECTORS, in_row % K_TILE_VECTORS);
-                let to = k_tile * comptime!(plan.tile_m * ROW_STRIDE_PADDED);
-                shared[(to + place_of(row, vector)) as usize] = pairs::<X>(batch[index as usize]);
-            }
-        }
-    }
-    sync_cube();
-}
-
 /// Multiplies the input by each weight of a family, with cubes of its own.
 #[cube(launch_unchecked)]
 fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
@@ -278,12 +231,11 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
 ) {
     let lane = lane_of_unit(plan);
     // CubeCL never reuses shared memory: one allocation for all weights.
-    let shared = comptime!(shared_vectors(plan) as usize);
+    let shared =
+        comptime!((PIPELINE_STAGES * plan.k_planes * plan.tile_m * ROW_STRIDE_PADDED) as usize);
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(shared);
     let staged = comptime!((plan.k_planes * plan.staged_sums()) as usize);
     let mut staged = Shared::<[f32]>::new_slice(staged);
-    let mut input = Array::<Vector<u32, X>>::new(comptime!(plan.input_batch(0).max(1) as usize));
-    load_input::<F, S, W, X>(operands, &mut input, 0u32, plan);
     let cube = CUBE_POS as u32;
     let rows = Rows { n: operands.dims.n, cube, cubes };
     if cube < cubes {
@@ -293,7 +245,6 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
             operands.bias,
             output,
             &rows,
-            &mut input,
             &mut shared,
             &mut staged,
             &lane,
@@ -311,7 +262,6 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
                 member.bias,
                 member.output,
                 &rows,
-                &mut input,
                 &mut shared,
                 &mut staged,
                 &lane,
@@ -330,13 +280,12 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
     bias: &[F],
     output: &mut [F],
     rows: &Rows,
-    input: &mut Array<Vector<u32, X>>,
     shared: &mut [Vector<u32, X>],
     staged: &mut [f32],
     lane: &Lane,
     #[comptime] plan: SmallM,
 ) {
-    let SmallM { k_planes, tile_m, shared_k_tiles, .. } = comptime!(plan);
+    let SmallM { k_planes, tile_m, .. } = comptime!(plan);
     let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
     let size!(NA) = definition.vector_size(MatrixIdent::A);
     let size!(NB) = definition.vector_size(MatrixIdent::B);
@@ -362,7 +311,7 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
         let mut next = StepRegisters::<W, X> {
             codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS_PER_LANE as usize)),
             scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
-            input: Array::<Vector<u32, X>>::new(comptime!(plan.copies().max(1) as usize)),
+            input: Array::<Vector<u32, X>>::new(comptime!(plan.copies() as usize)),
         };
         load_step::<F, S, W, X>(operands, weight, n, &mut next, load_tile, load_at, lane, plan);
         loaded.push(next);
@@ -376,13 +325,9 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
     // Input of a k tile, and of the k tiles of a step.
     let buffer = comptime!(tile_m * ROW_STRIDE_PADDED);
     let step_buffer = comptime!(k_planes * buffer);
-    let shares_all = comptime!(shared_k_tiles > 0);
-    if comptime!(shares_all) {
-        share_all::<F, S, W, X>(operands, input, shared, plan);
-    }
     prefetch_next(&operands.prefetch, comptime!(false));
 
-    let shares_steps = comptime!(!shares_all && plan.n_planes > 1);
+    let shares_steps = comptime!(plan.n_planes > 1);
     let own = (tiles - rows.cube).div_ceil(grid);
     let end = own * steps;
     let mut done = 0u32.runtime();
@@ -398,16 +343,13 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
         for stage in 0..PIPELINE_STAGES {
             if done + stage < end {
                 let k_tile = step * k_planes + lane.k_plane;
-                let mut from = k_tile * buffer;
+                let from = stage * step_buffer + lane.k_plane * buffer;
                 let registers = loaded.index(comptime!(stage as usize));
-                if comptime!(!shares_all) {
-                    from = stage * step_buffer + lane.k_plane * buffer;
-                    share_input::<X>(shared, from, &registers.input, lane, plan);
-                    if comptime!(shares_steps) {
-                        sync_cube();
-                    } else {
-                        sync_plane();
-                    }
+                share_input::<X>(shared, from, &registers.input, lane, plan);
+                if comptime!(shares_steps) {
+                    sync_cube();
+                } else {
+                    sync_plane();
                 }
                 if k_tile < k_tiles {
                     multiply::<F, S, W, X, NA, NB, NC>(
@@ -451,15 +393,6 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
         }
         done += PIPELINE_STAGES;
     }
-}
-
-/// Returns the vectors of the input in shared memory: all of it, or that of the steps in registers.
-const fn shared_vectors(plan: SmallM) -> u32 {
-    let k_tiles = match plan.shared_k_tiles {
-        0 => PIPELINE_STAGES * plan.k_planes,
-        all => all,
-    };
-    k_tiles * plan.tile_m * ROW_STRIDE_PADDED
 }
 
 /// Stores a lane's copy of the input of a step in shared memory.

@@ -12,18 +12,21 @@
 //! | `swiglu.rs`    | [`swiglu`]                                                          |
 //! | `dense.rs`     | [`dense_matmul`]: few rows times a dense weight                     |
 //! | `rope.rs`      | [`RotaryEmbedding`] and [`Positions`]: what layers share            |
+//! | `kv_cache.rs`  | [`KvCache`]: keys and values, dense or packed                       |
 //! | `attention.rs` | [`attention`] to a [`KvCache`] in place                             |
 //! | `sample.rs`    | [`sample`] and [`argmax`]: the next token from logits               |
 
 mod attention;
 mod dense;
+mod kv_cache;
 mod norm;
 mod rope;
 mod sample;
 mod swiglu;
 
-pub use attention::{KvCache, attention};
+pub use attention::attention;
 pub use dense::dense_matmul;
+pub use kv_cache::{KvCache, PackedHeads};
 pub use norm::{add_rms_norm, rms_norm};
 pub use rope::{Positions, RotaryEmbedding};
 pub use sample::{argmax, sample};

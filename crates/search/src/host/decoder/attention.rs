@@ -10,6 +10,7 @@ use super::kv_cache::{Kv, KvMut};
 use crate::error::SearchError;
 use crate::host::arch::arch;
 use crate::host::dots::dots;
+use crate::host::hadamard::transform_sixteens;
 use crate::host::threads::{Work, for_each_chunk, per_microsecond};
 
 /// Largest `head_dim`: heads of a task are on its stack.
@@ -96,6 +97,7 @@ pub fn attention(
         return Ok(());
     }
 
+    let transforms = cache[0].transforms_keys();
     let mut rotated = [0f32; MAX_HEAD_DIM];
     let rotated = &mut rotated[..head_dim];
     let new = keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate();
@@ -104,6 +106,9 @@ pub fn attention(
         let position = positions[token % tokens];
         let to = (token / tokens * kv_heads + kv_head) * capacity + position;
         rotary.rotate(position, key, rotated);
+        if transforms {
+            transform_sixteens(rotated);
+        }
         let [keys, values] = &mut cache;
         keys.write(to, rotated);
         values.write(to, value);
@@ -126,7 +131,16 @@ pub fn attention(
         let (token, kv_head) = (at / kv_heads, at % kv_heads);
         let position = positions[token % tokens];
         let first = (token / tokens * kv_heads + kv_head) * capacity;
-        arch().dispatch(QueryGroup { queries, cached, first, decoded, rotary, position, head_dim });
+        arch().dispatch(QueryGroup {
+            queries,
+            cached,
+            first,
+            decoded,
+            rotary,
+            position,
+            head_dim,
+            transforms,
+        });
     };
     let read: usize = positions.iter().map(|position| position + 1).sum();
     let work = Work::new(2 * batch * heads * head_dim * read, per_microsecond::ATTENTION);
@@ -162,6 +176,8 @@ struct QueryGroup<'a> {
     rotary: Rotary<'a>,
     position: usize,
     head_dim: usize,
+    /// True if the keys are transformed.
+    transforms: bool,
 }
 
 impl WithSimd for QueryGroup<'_> {
@@ -192,6 +208,9 @@ impl QueryGroup<'_> {
         for (rotated, head) in rotated.iter_mut().zip(queries.chunks_exact(dim)) {
             self.rotary.rotate(self.position, head, &mut rotated[..dim]);
             rotated[..dim].iter_mut().for_each(|value| *value *= scale);
+            if self.transforms {
+                transform_sixteens(&mut rotated[..dim]);
+            }
         }
         let rotated: [&[f32]; M] = from_fn(|head| &rotated[head][..dim]);
         let mut outputs = [[0f32; MAX_HEAD_DIM]; M];
@@ -436,6 +455,10 @@ mod tests {
                         all.skip(at).step_by(tokens).flatten().copied().collect()
                     };
                     let mut queries = of_token(&expected, heads);
+                    rotate_all(&mut queries, rotary, *position, head_dim);
+                    if format.transforms_keys() {
+                        transform_sixteens(&mut queries);
+                    }
                     // Writes the token's own key and value as the cache holds them: turned back.
                     let own = [0, 1].map(|of| {
                         let heads = dense[of].chunks_exact(head_dim);
@@ -444,7 +467,6 @@ mod tests {
                     });
                     let still = [vec![1.0; cos.len()], vec![0.0; sin.len()]];
                     let [cos, sin] = &still;
-                    rotate_all(&mut queries, rotary, *position, head_dim);
                     let [keys, values] = &mut dense;
                     let cache = [KvMut::Dense(keys), KvMut::Dense(values)];
                     let (new, one) =
@@ -456,7 +478,10 @@ mod tests {
                         expected[to..to + heads * head_dim].copy_from_slice(query);
                     }
                 }
-                assert_eq!(found, expected, "{format:?}, {tokens} tokens at {first}");
+                // Queries are scaled before or after their transform.
+                let near = |(found, expected): (&f32, &f32)| (found - expected).abs() < 1e-5;
+                let near = found.iter().zip(&expected).all(near);
+                assert!(near, "{format:?}, {tokens} tokens at {first}");
                 first += tokens;
             }
         }

@@ -45,6 +45,11 @@ impl KvMut<'_> {
         }
     }
 
+    /// Returns true if keys and queries are transformed.
+    pub(super) fn transforms_keys(&self) -> bool {
+        matches!(self, Self::Packed { format, .. } if format.transforms_keys())
+    }
+
     /// Borrows the heads for reading.
     pub(super) fn read(&self) -> Kv<'_> {
         match self {

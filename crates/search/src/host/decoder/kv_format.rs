@@ -1,10 +1,14 @@
 //! [`KvFormat`]: codes and scales of the heads of a KV cache.
 
-use burn_fp4_formats::{E4M3, E4M3_VALUES, E8M0, E8M0_VALUES, FormatError, check_length};
+use burn_fp4_formats::{
+    E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, E8M0_VALUES, FormatError, check_length,
+};
 
 use crate::error::SearchError;
-use crate::rule::{ScaleRule, TensorFactor};
+use crate::method::{E4m3Range, ErrorMetric, Method};
+use crate::rule::TensorFactor;
 use crate::scale_grid::{ELEMENT_BINADE, PowerRounding, power_of_two};
+use crate::scheme::{Fp4Scheme, NonFinite, TensorScaling};
 
 /// Number of channels of a head that share a block scale of NVFP4, and that a Hadamard transform
 /// mixes.
@@ -17,8 +21,12 @@ pub const KV_BLOCK: usize = 16;
 /// | `Fp8` | E4M3 | one E8M0 | 8.125 |
 /// | `NvFp4` | E2M1, two a byte, the even channel in the low nibble | an E4M3 per 16 channels | 4.5 |
 ///
+/// `NvFp4Hadamard` stores as `NvFp4` does, after a [`Hadamard`](crate::Hadamard) transform of each 16
+/// channels of a key. Queries are transformed alike, which leaves scores unchanged.
+///
 /// The scale of FP8 is `2^(ceil(log2 amax) - 8)`, so that the largest code is at most 256. NVFP4
-/// follows [`ScaleRule::NoTensorScale`]. Both take ties to the even code. A bf16 holds every
+/// has a tensor scale of 1 and maps the amax of a block to element 6 or 4, whichever has the smaller
+/// sum of errors ([`scheme`](Self::scheme)). Ties go to the even code, and -0 becomes 0. A bf16 holds every
 /// dequantized value exactly.
 ///
 /// ```
@@ -38,20 +46,37 @@ pub const KV_BLOCK: usize = 16;
 pub enum KvFormat {
     /// 8-bit floats with a scale for each head of a token.
     Fp8,
-    /// NVFP4 without a tensor scale, in blocks of 16 channels.
+    /// NVFP4 with a tensor scale of 1, in blocks of 16 channels.
     NvFp4,
+    /// [`NvFp4`](Self::NvFp4) of transformed keys, which spreads their outliers.
+    NvFp4Hadamard,
 }
 
 impl KvFormat {
     /// Every format.
-    pub const ALL: [Self; 2] = [Self::Fp8, Self::NvFp4];
+    pub const ALL: [Self; 3] = [Self::Fp8, Self::NvFp4, Self::NvFp4Hadamard];
+
+    /// Returns true if keys and queries are transformed.
+    #[must_use]
+    pub const fn transforms_keys(self) -> bool {
+        matches!(self, Self::NvFp4Hadamard)
+    }
+
+    /// Returns the scheme that gives the codes and block scales of NVFP4; none of FP8.
+    #[must_use]
+    pub const fn scheme(self) -> Option<Fp4Scheme> {
+        match self {
+            Self::Fp8 => None,
+            Self::NvFp4 | Self::NvFp4Hadamard => Some(SCHEME),
+        }
+    }
 
     /// Returns the bytes of the codes and of the scales of a head of a token.
     #[must_use]
     pub const fn bytes_of_head(self, head_dim: usize) -> [usize; 2] {
         match self {
             Self::Fp8 => [head_dim, 1],
-            Self::NvFp4 => [head_dim / 2, head_dim / KV_BLOCK],
+            Self::NvFp4 | Self::NvFp4Hadamard => [head_dim / 2, head_dim / KV_BLOCK],
         }
     }
 
@@ -60,7 +85,7 @@ impl KvFormat {
     pub const fn head_dim(self, code_bytes: usize) -> usize {
         match self {
             Self::Fp8 => code_bytes,
-            Self::NvFp4 => 2 * code_bytes,
+            Self::NvFp4 | Self::NvFp4Hadamard => 2 * code_bytes,
         }
     }
 
@@ -81,13 +106,20 @@ impl KvFormat {
     }
 }
 
-/// Scale rule of NVFP4.
-const RULE: ScaleRule = ScaleRule::NoTensorScale;
+/// Scheme of NVFP4 in a cache.
+const SCHEME: Fp4Scheme = Fp4Scheme {
+    method: Method::FourOverSix { range: E4m3Range::E448, error: ErrorMetric::Mae },
+    tensor_scale: TensorScaling::Multiplier(1.0),
+    non_finite: NonFinite::FollowReference,
+    ..Fp4Scheme::nvfp4()
+};
 
-/// Binades between the largest code that FP8 uses, 256, and the largest element of FP4.
-const FP8_BINADES: u8 = 8 - ELEMENT_BINADE as u8;
+/// Binades from the largest element of FP4 to the largest code that FP8 uses, 256. The code of a
+/// scale is that many less than [`PowerRounding::Ceil`] gives.
+pub const FP8_BINADES: u8 = 8 - ELEMENT_BINADE as u8;
 
-/// Quantizes heads `[heads, head_dim]` to codes and scales, `[heads, bytes]` each. The scale of a
+/// Quantizes heads `[heads, head_dim]` to codes and scales, `[heads, bytes]` each, without a
+/// transform. The scale of a
 /// block with NaN is NaN, that of FP8 also with infinity.
 ///
 /// # Errors
@@ -116,16 +148,18 @@ pub(super) fn quantize_head(head: &[f32], format: KvFormat, codes: &mut [u8], sc
             // A power of two: products are exact.
             let factor = 1.0 / E8M0_VALUES[usize::from(scale)];
             for (code, value) in codes.iter_mut().zip(head) {
-                *code = E4M3.encode(value * factor);
+                // The sum has no negative zero.
+                *code = E4M3.encode(value * factor + 0.0);
             }
             scales[0] = scale;
         }
-        KvFormat::NvFp4 => {
+        KvFormat::NvFp4 | KvFormat::NvFp4Hadamard => {
             let (blocks, _) = head.as_chunks::<KV_BLOCK>();
             let (code_blocks, _) = codes.as_chunks_mut::<{ KV_BLOCK / 2 }>();
             for ((values, codes), scale) in blocks.iter().zip(code_blocks).zip(scales) {
-                *scale = RULE.block_scale(amax(values), TensorFactor::ONE);
-                let code = |value| RULE.code(value, *scale, 1.0);
+                *scale = nvfp4_scale(values);
+                let multiplier = SCHEME.rule.multiplier(*scale, TensorFactor::ONE);
+                let code = |value| SCHEME.rule.code(value, *scale, multiplier);
                 for (byte, pair) in codes.iter_mut().zip(values.as_chunks::<2>().0) {
                     *byte = code(pair[0]) | code(pair[1]) << 4;
                 }
@@ -169,7 +203,7 @@ pub(super) fn decode_heads(
                 }
             }
         }
-        KvFormat::NvFp4 => {
+        KvFormat::NvFp4 | KvFormat::NvFp4Hadamard => {
             let (blocks, _) = values.as_chunks_mut::<KV_BLOCK>();
             let (code_blocks, _) = codes.as_chunks::<{ KV_BLOCK / 2 }>();
             for ((values, codes), scale) in blocks.iter_mut().zip(code_blocks).zip(scales) {
@@ -198,6 +232,23 @@ fn fp8_scale(amax: f32) -> u8 {
     }
 }
 
+/// Returns the code of the scale of a block in NVFP4: the better of two.
+fn nvfp4_scale(values: &[f32; KV_BLOCK]) -> u8 {
+    let on_six = amax(values) / 6.0;
+    let candidates = [on_six, on_six * 1.5].map(|exact| {
+        let scale = E4M3.encode(exact);
+        let multiplier = SCHEME.rule.multiplier(scale, TensorFactor::ONE);
+        let error = |value: &f32| {
+            let code = SCHEME.rule.code(*value, scale, multiplier);
+            (E2M1_VALUES[usize::from(code)] * E4M3_VALUES[usize::from(scale)] - value).abs()
+        };
+        // In the order of channels.
+        (scale, values.iter().map(error).fold(0.0, |sum: f32, error| sum + error))
+    });
+    let [(six, error_of_six), (four, error_of_four)] = candidates;
+    if error_of_four < error_of_six { four } else { six }
+}
+
 /// Decodes an E4M3 code that is not NaN, in a way that the compiler vectorizes.
 #[inline(always)]
 fn fp8_value(code: u8) -> f32 {
@@ -218,10 +269,9 @@ fn twice_element(code: u32) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use burn_fp4_formats::{E2M1_VALUES, Fp4Format};
+    use burn_fp4_formats::Fp4Format;
 
     use super::*;
-    use crate::scheme::Fp4Scheme;
 
     #[test]
     fn every_code_has_the_value_of_its_format() {
@@ -253,8 +303,7 @@ mod tests {
     fn nvfp4_has_the_bits_of_the_reference_quantizer() {
         let (count, head_dim) = (60, 48);
         let values = heads(count, head_dim);
-        let scheme = Fp4Scheme::of(ScaleRule::NoTensorScale);
-        let packed = crate::quantize(&values, count, head_dim, &scheme).unwrap();
+        let packed = crate::quantize(&values, count, head_dim, &SCHEME).unwrap();
         assert_eq!((packed.format, packed.block_size), (Fp4Format::NvFp4, KV_BLOCK));
         let (mut codes, mut scales) = (vec![0; count * 24], vec![0; count * 3]);
         quantize_heads(&values, head_dim, KvFormat::NvFp4, &mut codes, &mut scales).unwrap();
@@ -292,8 +341,10 @@ mod tests {
     #[test]
     fn values_that_are_not_finite_make_a_scale_nan() {
         let mut head = [1.0; 16];
-        for (value, scales) in [(f32::NAN, [0xFF, 0x7F]), (f32::INFINITY, [0xFF, E4M3.max_code()])]
-        {
+        for (value, scales) in [
+            (f32::NAN, [0xFF, 0x7F, 0x7F]),
+            (f32::INFINITY, [0xFF, E4M3.max_code(), E4M3.max_code()]),
+        ] {
             head[3] = value;
             for (format, expected) in KvFormat::ALL.into_iter().zip(scales) {
                 let [code_bytes, _] = format.bytes_of_head(16);

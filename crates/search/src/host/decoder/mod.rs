@@ -24,7 +24,7 @@ mod swiglu;
 pub use attention::{AttentionShape, MAX_HEAD_DIM, Rotary, attention};
 pub use gemv::{gemv, gemv_rows};
 pub use kv_cache::KvMut;
-pub use kv_format::{KV_BLOCK, KvFormat, dequantize_heads, quantize_heads};
+pub use kv_format::{FP8_BINADES, KV_BLOCK, KvFormat, dequantize_heads, quantize_heads};
 pub use rms_norm::{add_rms_norm, rms_norm};
 pub use sample::{SampleOptions, sample};
 pub use swiglu::swiglu;

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::attention::{head_vector, rotated, to_vector};
+use super::attention::{AttentionHandles, head_vector, position_of, rotated, to_vector};
 use crate::memory::check_memory;
 use crate::numeric::element::{element_value, nearest_magnitude, round_to_e2m1};
 use crate::numeric::hadamard::transform;
@@ -20,7 +20,7 @@ use crate::numeric::scale_grid::{
     float_value, ones, power, power_code, power_reciprocal, round_to_float, scale_value,
 };
 use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
-use crate::search::amax::{largest_magnitude, max_nan};
+use crate::search::amax::largest_magnitude;
 
 /// Format and scales of a packed KV cache. The codes are where a dense cache has values.
 #[derive(Debug, Clone)]
@@ -35,12 +35,8 @@ pub struct PackedKv {
 
 impl PackedKv {
     /// Checks that the device has kernels for the cache, and that memory holds the scales.
-    pub(super) fn check(
-        &self,
-        device: &Capability,
-        shape: &AttentionShape,
-    ) -> Result<(), Refusal> {
-        device.check_kv_format(self.format)?;
+    pub(super) fn check(&self, device: &Capability, shape: &AttentionShape) -> Result<(), Refusal> {
+        device.check_packed_kv()?;
         let &AttentionShape { batch, kv_heads, head_dim, capacity, .. } = shape;
         check_blocks(head_dim)?;
         let [_, scale_bytes] = self.format.bytes_of_head(head_dim);
@@ -142,22 +138,31 @@ pub(super) fn channels<C: Numeric, W: Size>(
     values
 }
 
-/// Loads the scale of a vector of a head.
+/// Returns the place of the scale of a vector of a head.
 #[cube]
-pub(super) fn load_kv_scale<S: Int>(
-    scales: &[S],
+pub(super) fn scale_place(
     head: u32,
     column: u32,
     #[comptime] head_dim: u32,
     #[comptime] vector: u32,
     #[comptime] format: KvFormat,
-) -> f32 {
+) -> usize {
     if comptime!(format == KvFormat::Fp8) {
-        scale_value(u32::cast_from(scales[head as usize]), comptime!(ScaleGrid::PowersOfTwo(E8M0)))
+        head as usize
     } else {
-        let at = head * comptime!(head_dim / BLOCK) + column / comptime!(BLOCK / vector);
-        scale_value(u32::cast_from(scales[at as usize]), comptime!(ScaleGrid::Float(E4M3)))
+        let block = column / comptime!(BLOCK / vector);
+        (head * comptime!(head_dim / BLOCK) + block) as usize
     }
+}
+
+/// Returns the value of a scale.
+#[cube]
+pub(super) fn kv_scale<S: Int>(code: S, #[comptime] format: KvFormat) -> f32 {
+    let grid = comptime!(match format {
+        KvFormat::Fp8 => ScaleGrid::PowersOfTwo(E8M0),
+        KvFormat::NvFp4 | KvFormat::NvFp4Hadamard => ScaleGrid::Float(E4M3),
+    });
+    scale_value(u32::cast_from(code), grid)
 }
 
 /// Loads the new key and value of a head, whose first vector is `from`, as f32: the rotated key,
@@ -231,22 +236,22 @@ pub(super) fn quantize_own<C: Numeric, W: Size, S: Int>(
     sync_cube();
     if of_values < 2u32 {
         let mut codes = Array::<u32>::new(comptime!(BLOCK as usize));
-        let mut scale = 0u32.runtime();
-        let mut scale_at = head;
-        if comptime!(format == KvFormat::Fp8) {
+        let scale = if comptime!(format == KvFormat::Fp8) {
             let mut largest = largests[(of_values * blocks) as usize];
             #[unroll]
             for other in 1..blocks {
                 largest = max_nan(largest, largests[(of_values * blocks + other) as usize]);
             }
-            scale = fp8_scale(largest);
+            let scale = fp8_scale(largest);
             fp8_codes(&elements, scale, &mut codes);
+            scale
         } else {
-            let found = nvfp4_scale(&elements, largests[UNIT_POS as usize]);
-            nvfp4_codes(&elements, found.factor, &mut codes);
-            scale = found.code;
-            scale_at = head * blocks + block;
-        }
+            let scale = nvfp4_scale(&elements, largests[UNIT_POS as usize]);
+            nvfp4_codes(&elements, scale.factor, &mut codes);
+            scale.code
+        };
+        let scale_at =
+            if comptime!(format == KvFormat::Fp8) { head } else { head * blocks + block };
         let first = head * comptime!(head_dim / vector) + block * comptime!(BLOCK / vector);
         if of_values == 0u32 {
             key_scales[scale_at as usize] = S::cast_from(scale);
@@ -384,7 +389,7 @@ pub fn dequantize_heads(
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
     device.check_decoder(dtype)?;
-    device.check_kv_format(format)?;
+    device.check_packed_kv()?;
     check_blocks(head_dim)?;
     let (found, expected) = (heads.saturating_mul(head_dim), View::MAX_LEN);
     if found > expected {
@@ -457,11 +462,109 @@ fn dequantize_kernel<F: Float, N: Size, C: Numeric, W: Size>(
         terminate!();
     }
     let columns = comptime!(head_dim / vector);
-    let scale = load_kv_scale(scales, at / columns, at % columns, head_dim, vector, format);
+    let place = scale_place(at / columns, at % columns, head_dim, vector, format);
+    let scale = kv_scale::<u8>(scales[place], format);
     let mut values = channels::<C, W>(codes[at as usize], vector, comptime!(Some(format)));
     #[unroll]
     for index in 0..vector {
         values[comptime!(index as usize)] *= scale;
     }
     output[at as usize] = to_vector::<F, N>(&values, vector, conversion);
+}
+
+/// Rotates and quantizes the keys of tokens, and their values, into a packed cache.
+pub(super) fn launch_write<F: Float, C: Numeric>(
+    client: &Client,
+    device: &Capability,
+    operands: AttentionHandles,
+    packed: PackedKv,
+    shape: AttentionShape,
+    last: u32,
+    vector: u32,
+) {
+    let AttentionShape { batch, tokens, kv_heads, head_dim, capacity, .. } = shape;
+    let AttentionHandles { keys, values, key_cache, value_cache, cos, sin, position, .. } =
+        operands;
+    let PackedKv { format, key_scales, value_scales } = packed;
+    let (heads, columns) = (batch * tokens * kv_heads, head_dim / vector as usize);
+    let cached = batch * kv_heads * capacity;
+    let [_, scale_bytes] = format.bytes_of_head(head_dim);
+    let width = Words::of(Some(format), vector).width(vector);
+    let angles = (last as usize + 1) * head_dim / 2;
+    let units = (columns as u32).next_power_of_two().max(device.plane);
+    let [x, y] = device.two_dimensions(heads as u32);
+    // SAFETY: the lengths are the shape's, which memory was checked for, cubes beyond the heads end
+    // at once, and positions beyond `last` count as `last`.
+    unsafe {
+        write_kernel::launch_unchecked::<F, C>(
+            client,
+            CubeCount::Static(x, y, 1),
+            CubeDim::new_1d(units),
+            vector as usize,
+            width,
+            BufferArg::from_raw_parts(keys, heads * columns),
+            BufferArg::from_raw_parts(values, heads * columns),
+            BufferArg::from_raw_parts(key_cache, cached * columns),
+            BufferArg::from_raw_parts(value_cache, cached * columns),
+            BufferArg::from_raw_parts(key_scales, cached * scale_bytes),
+            BufferArg::from_raw_parts(value_scales, cached * scale_bytes),
+            BufferArg::from_raw_parts(cos, angles),
+            BufferArg::from_raw_parts(sin, angles),
+            BufferArg::from_raw_parts(position, tokens),
+            heads as u32,
+            tokens as u32,
+            kv_heads as u32,
+            capacity as u32,
+            last,
+            head_dim as u32,
+            vector,
+            format,
+        );
+    }
+}
+
+/// A cube takes the key and the value of a head of a token.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn write_kernel<F: Float, N: Size, C: Numeric, W: Size>(
+    keys: &[Vector<F, N>],
+    values: &[Vector<F, N>],
+    key_cache: &mut [Vector<C, W>],
+    value_cache: &mut [Vector<C, W>],
+    key_scales: &mut [u8],
+    value_scales: &mut [u8],
+    cos: &[f32],
+    sin: &[f32],
+    positions: &[i32],
+    heads: u32,
+    tokens: u32,
+    kv_heads: u32,
+    capacity: u32,
+    last: u32,
+    #[comptime] head_dim: u32,
+    #[comptime] vector: u32,
+    #[comptime] format: KvFormat,
+) {
+    let at = CUBE_POS as u32;
+    if at >= heads {
+        terminate!();
+    }
+    let (kv_head, token) = (at % kv_heads, at / kv_heads);
+    let (token, sequence) = (token % tokens, token / tokens);
+    let position = position_of(positions, token, last);
+    let (from, angles) = (at * comptime!(head_dim / vector), position * comptime!(head_dim / 2));
+    let mut own = Shared::<[f32]>::new_slice(comptime!((2 * head_dim) as usize));
+    load_own::<F, N>(keys, values, cos, sin, from, angles, &mut own, head_dim, vector);
+    sync_cube();
+    quantize_own::<C, W, u8>(
+        &own,
+        key_cache,
+        value_cache,
+        key_scales,
+        value_scales,
+        (sequence * kv_heads + kv_head) * capacity + position,
+        head_dim,
+        vector,
+        format,
+    );
 }

@@ -4,6 +4,7 @@
 //! |----------------|--------------------------------------------------------------------------|
 //! | `norm.rs`      | [`rms_norm`], also of a residual stream and its update                   |
 //! | `attention.rs` | [`attend`]: one token's RoPE, the KV cache in place, attention to it     |
+//! | `kv_cache.rs`  | [`dequantize_heads`]: packed KV caches, written and read                 |
 //! | `prefill.rs`   | [`rotate_into_cache`], [`attention_weights`]: the same for many tokens   |
 //! | `dense_gemv.rs` | [`dense_gemv`]: few rows times a dense output layer                      |
 //! | `int8_gemv.rs` | [`int8_gemv`]: few rows times an output layer of signed bytes            |
@@ -15,6 +16,7 @@ mod argmax;
 mod attention;
 mod dense_gemv;
 mod int8_gemv;
+mod kv_cache;
 mod norm;
 mod prefill;
 pub(crate) mod row;
@@ -24,6 +26,7 @@ pub use argmax::argmax;
 pub use attention::{AttentionHandles, attend, check_attention};
 pub use dense_gemv::{MAX_DENSE_GEMV_ROWS, dense_gemv};
 pub use int8_gemv::{MAX_INT8_GEMV_ROWS, int8_gemv};
+pub use kv_cache::{PackedKv, dequantize_heads};
 pub use norm::{Normalized, rms_norm};
 pub use prefill::{attention_weights, check_prefill, rotate_into_cache};
 pub use sample::sample;

@@ -2,11 +2,15 @@
 //!
 //! ```text
 //! rotate_into_cache   RoPE of queries and keys; rotated keys and values go into the KV cache
+//! (dequantize_heads)  of a packed cache, all of its keys and values in the dtype
 //! (matmul)            scores = rotated queries x cached keys^T
 //! attention_weights   causal softmax of the scores, a cube for each row
 //! (matmul)            outputs = weights x cached values
 //! ```
+//!
+//! The tokens of a prompt therefore see the rounded keys and values, as later tokens do.
 
+use burn_fp4_search::Hadamard;
 use burn_fp4_search::host::{AttentionShape, View};
 use cubecl::client::Client;
 use cubecl::prelude::*;
@@ -16,7 +20,9 @@ use half::{bf16, f16};
 use super::attention::{
     AttentionHandles, check_heads, head_vector, position_of, rotated, to_vector,
 };
+use super::kv_cache::{Words, launch_write};
 use super::row::{max_of_cube, sum_of_cube, widest_vector};
+use crate::hadamard::hadamard;
 use crate::memory::check_memory;
 use crate::numeric::element::narrow;
 use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
@@ -52,7 +58,8 @@ pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Ref
 }
 
 /// Rotates the queries and keys of tokens by their positions, and writes the rotated keys and the
-/// values into a KV cache. Returns the rotated queries `[batch, heads, tokens, head_dim]`.
+/// values into a KV cache. Returns the rotated queries `[batch, heads, tokens, head_dim]`,
+/// transformed as the cached keys are.
 ///
 /// Operands are as for [`attend`](super::attend), with `[batch, tokens, ..]` queries, keys and
 /// values, and positions i32 `[tokens]` that differ. `positions` is the number of rows of RoPE.
@@ -76,6 +83,7 @@ pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Ref
 ///     values: upload(&[5.0, 6.0]),
 ///     key_cache: key_cache.clone(),
 ///     value_cache: upload(&[0.0; 4]),
+///     packed: None,
 ///     cos: upload(&[1.0, 0.0]), // a quarter turn at position 1
 ///     sin: upload(&[0.0, 1.0]),
 ///     position: client.create_from_slice(i32::as_bytes(&[1])),
@@ -100,20 +108,40 @@ pub fn rotate_into_cache(
 ) -> Result<Handle, Refusal> {
     device.check_decoder(dtype)?;
     check_prefill(&shape, positions)?;
-    operands.check_memory(&shape, positions, dtype)?;
+    operands.check(device, &shape, positions, dtype)?;
     let rotated =
         client.empty(shape.batch * shape.tokens * shape.heads * shape.head_dim * dtype.size());
-    if shape.batch * shape.tokens > 0 {
-        let launch = match dtype {
-            Dtype::F32 => launch_rotate::<f32>,
-            Dtype::F16 => launch_rotate::<f16>,
-            Dtype::Bf16 => launch_rotate::<bf16>,
-        };
-        let vector = head_vector(shape.head_dim as u32, dtype);
-        let form = (vector, Conversion::to(dtype, device));
-        launch(client, device, operands, rotated.clone(), shape, positions, form);
+    if shape.batch * shape.tokens == 0 {
+        return Ok(rotated);
     }
-    Ok(rotated)
+    let launch = match dtype {
+        Dtype::F32 => launch_rotate::<f32>,
+        Dtype::F16 => launch_rotate::<f16>,
+        Dtype::Bf16 => launch_rotate::<bf16>,
+    };
+    let vector = head_vector(shape.head_dim as u32, dtype);
+    let form = (vector, Conversion::to(dtype, device));
+    let Some(packed) = operands.packed.clone() else {
+        launch(client, device, operands, rotated.clone(), shape, positions, form);
+        return Ok(rotated);
+    };
+    let format = packed.format;
+    let write = match (dtype, Words::of(Some(format), vector)) {
+        (Dtype::F32, Words::Halves) => launch_write::<f32, u16>,
+        (Dtype::F32, _) => launch_write::<f32, u32>,
+        (Dtype::F16, _) => launch_write::<f16, u32>,
+        (Dtype::Bf16, _) => launch_write::<bf16, u32>,
+    };
+    let last = shape.capacity.min(positions) as u32 - 1;
+    write(client, device, operands.clone(), packed, shape, last, vector);
+    // No key heads: the queries alone.
+    let queries = AttentionShape { kv_heads: 0, ..shape };
+    launch(client, device, operands, rotated.clone(), queries, positions, form);
+    if !format.transforms_keys() {
+        return Ok(rotated);
+    }
+    let view = View::rows(shape.batch * shape.tokens * shape.heads, shape.head_dim);
+    hadamard(client, device, rotated, view, dtype, Hadamard::with_signs(0), false)
 }
 
 fn launch_rotate<F: Float>(
@@ -126,8 +154,9 @@ fn launch_rotate<F: Float>(
     (vector, conversion): (u32, Conversion),
 ) {
     let AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
-    let AttentionHandles { queries, keys, values, key_cache, value_cache, cos, sin, position } =
-        operands;
+    let AttentionHandles {
+        queries, keys, values, key_cache, value_cache, cos, sin, position, ..
+    } = operands;
     let columns = head_dim / vector as usize;
     let vectors = |heads: usize| batch * heads * columns;
     let pairs = (batch * tokens * (heads + kv_heads) * columns / 2) as u32;

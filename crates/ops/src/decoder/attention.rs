@@ -146,12 +146,14 @@ fn by_tensor_operations(
     let [batch, count, num_heads, head_dim] = queries.dims();
     let [_, _, num_key_value_heads, _] = keys.dims();
     let values = values.swap_dims(1, 2);
-    let mut heads = rows.rotate([queries, keys]);
+    let [mut queries, mut keys] = rows.rotate([queries, keys]);
     if format.is_some_and(KvFormat::transforms_keys) {
-        let transform = Hadamard::with_signs(0);
-        heads = heads.map(|heads| hadamard(heads, 3, transform).expect("16 divides the heads"));
+        let transformed = |heads: Tensor<4>| {
+            hadamard(heads, 3, Hadamard::with_signs(0)).expect("blocks of 16 divide the heads")
+        };
+        // Rounded once, to codes.
+        (queries, keys) = (transformed(queries), transformed(keys.cast(DType::F32)));
     }
-    let [queries, keys] = heads;
     let (cache, [keys, values]) = match cache {
         None => (KvCache::Dense { keys: keys.clone(), values: values.clone() }, [keys, values]),
         Some(cache) => cache.update([keys, values], &positions.positions),

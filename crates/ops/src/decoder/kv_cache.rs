@@ -86,8 +86,12 @@ impl KvCache {
         );
         let device = device.clone().without_autodiff();
         let zeros = |bytes| {
-            let zeros = TensorData::zeros::<u8, _>([batch, kv_heads, capacity, bytes]);
-            Tensor::from_data(weight_data(zeros, &device), (&device, DType::U8))
+            let shape = [batch, kv_heads, capacity, bytes];
+            if !has_host_decoder(&device, [DType::F32]) {
+                return Tensor::zeros(shape, (&device, DType::U8));
+            }
+            let zeros = weight_data(TensorData::zeros::<u8, _>(shape), &device);
+            Tensor::from_data(zeros, (&device, DType::U8))
         };
         let heads = || {
             let [codes, scales] = format.bytes_of_head(head_dim).map(zeros);
@@ -210,7 +214,8 @@ impl PackedHeads {
 
 impl KvCache {
     /// Writes rotated keys and values `[batch, kv_heads, tokens, head_dim]` of new tokens, by
-    /// tensor operations, and returns the dense keys and values of all positions.
+    /// tensor operations, and returns the dense keys and values of all positions in the dtype of the
+    /// values.
     pub(super) fn update(
         self,
         [keys, values]: [Tensor<4>; 2],
@@ -225,7 +230,7 @@ impl KvCache {
                 (Self::Dense { keys: keys.clone(), values: values.clone() }, [keys, values])
             }
             Self::Packed { format, keys: cached_keys, values: cached_values } => {
-                let (dtype, autodiff) = (keys.dtype(), keys.device().is_autodiff());
+                let (dtype, autodiff) = (values.dtype(), values.device().is_autodiff());
                 let positions = positions.clone().without_autodiff();
                 let update = |cached: PackedHeads, new| {
                     cached.update(PackedHeads::quantize(new, format), &positions)

@@ -150,10 +150,9 @@ pub(crate) fn attends_to<const N: usize>(
         Some(DecoderCode::Kernels) => {
             let capability = cube_device(device)
                 .and_then(|device| decoder_capability(&device, &device.client(), dtypes[0]));
-            let holds =
-                |format| capability.is_some_and(|found| found.check_kv_format(format).is_ok());
+            let packs = || capability.is_some_and(|found| found.check_packed_kv().is_ok());
             let check = if shape.tokens == 1 { check_attention } else { check_prefill };
-            format.is_none_or(holds) && check(shape, positions).is_ok()
+            (format.is_none() || packs()) && check(shape, positions).is_ok()
         }
         code => {
             let has_positions = shape.capacity > 0 && positions > 0;

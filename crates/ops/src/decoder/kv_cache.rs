@@ -29,6 +29,8 @@ use crate::tensor::Fp4Tensor;
 /// assert_eq!([&dense, &fp8, &nvfp4].map(KvCache::dims), [shape; 3]);
 /// let bytes = |cache: &KvCache| cache.bytes() as f64;
 /// assert!(bytes(&dense) / bytes(&fp8) > 1.9 && bytes(&dense) / bytes(&nvfp4) > 3.5);
+/// assert_eq!((dense.format(), fp8.format()), (None, Some(KvFormat::Fp8)));
+/// assert_eq!([nvfp4.keys(), nvfp4.values()].map(|values| values.dims()), [shape; 2]);
 /// ```
 #[derive(Debug, Clone)]
 pub enum KvCache {

@@ -40,6 +40,10 @@ pub const KV_BLOCK: usize = 16;
 /// quantize_heads(&head, 16, KvFormat::NvFp4, &mut codes, &mut scales)?;
 /// dequantize_heads(&codes, &scales, 16, KvFormat::NvFp4, &mut values)?;
 /// assert_eq!(values.as_slice(), expected);
+///
+/// assert_eq!(KvFormat::NvFp4.head_dim(code_bytes), 16);
+/// assert!(KvFormat::NvFp4.scheme().is_some() && KvFormat::Fp8.scheme().is_none());
+/// assert!(KvFormat::NvFp4Hadamard.transforms_keys() && !KvFormat::NvFp4.transforms_keys());
 /// # Ok::<(), burn_fp4_search::SearchError>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -24,8 +24,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
+use super::head::{head_vector, position_of, rotated, to_vector};
 use super::kv_cache::{PackedKv, Words, channels, kv_scale, load_own, quantize_own, scale_place};
-use super::row::widest_vector;
 use crate::memory::check_memory;
 use crate::numeric::element::narrow;
 use crate::numeric::hadamard::{SIZE, sum_by_butterflies};
@@ -140,7 +140,7 @@ pub fn attend(
             (Dtype::F32, Words::Dense) => launch::<f32, f32, u32>,
             (Dtype::F16, Words::Dense) => launch::<f16, f16, u32>,
             (Dtype::Bf16, Words::Dense) => launch::<bf16, bf16, u32>,
-            (Dtype::F32, Words::Halves) => launch::<f32, u16, u8>,
+            (Dtype::F32, Words::U16) => launch::<f32, u16, u8>,
             (Dtype::F32, _) => launch::<f32, u32, u8>,
             (Dtype::F16, _) => launch::<f16, u32, u8>,
             (Dtype::Bf16, _) => launch::<bf16, u32, u8>,
@@ -207,12 +207,6 @@ pub(super) fn check_heads(shape: &AttentionShape, positions: usize) -> Result<()
         return Err(Refusal::TooLarge { found, expected });
     }
     Ok(())
-}
-
-/// Returns the channels of the widest vector of up to 16 bytes such that the two halves of a head
-/// are in different vectors.
-pub(super) fn head_vector(head_dim: u32, dtype: Dtype) -> u32 {
-    widest_vector(head_dim as usize / 2, dtype) as u32
 }
 
 /// Returns the most f32 values that products and outputs take in the shared memory of a cube: the
@@ -431,51 +425,6 @@ fn launch<F: Float, C: Numeric, S: Int>(
             plan,
         );
     }
-}
-
-/// Returns a token's position, at most `last`.
-#[cube]
-pub(super) fn position_of(positions: &[i32], token: u32, last: u32) -> u32 {
-    min(u32::cast_from(max(positions[token as usize], 0i32)), last)
-}
-
-/// Rotates the channels of a vector of the first half of a head and of its partner, in f32.
-#[cube]
-pub(super) fn rotated<F: Float, N: Size>(
-    first: Vector<F, N>,
-    second: Vector<F, N>,
-    cos: &[f32],
-    sin: &[f32],
-    angle: u32,
-    #[comptime] vector: u32,
-) -> (Array<f32>, Array<f32>) {
-    let mut low = Array::<f32>::new(comptime!(vector as usize));
-    let mut high = Array::<f32>::new(comptime!(vector as usize));
-    #[unroll]
-    for index in 0..comptime!(vector as usize) {
-        let at = (angle + comptime!(index as u32)) as usize;
-        let (cos, sin) = (cos[at], sin[at]);
-        let (left, right) =
-            (f32::cast_from(first.extract(index)), f32::cast_from(second.extract(index)));
-        low[index] = left * cos - right * sin;
-        high[index] = right * cos + left * sin;
-    }
-    (low, high)
-}
-
-/// Rounds values to a vector.
-#[cube]
-pub(super) fn to_vector<F: Float, N: Size>(
-    values: &Array<f32>,
-    #[comptime] vector: u32,
-    #[comptime] conversion: Conversion,
-) -> Vector<F, N> {
-    let mut rounded = Vector::<F, N>::empty();
-    #[unroll]
-    for index in 0..comptime!(vector as usize) {
-        rounded.insert(index, narrow::<F>(values[index], conversion));
-    }
-    rounded
 }
 
 /// Runs the first loop at the head of this file.

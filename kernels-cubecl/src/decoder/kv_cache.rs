@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::attention::{AttentionHandles, head_vector, position_of, rotated, to_vector};
+use super::head::{head_vector, rotated, to_vector};
 use crate::memory::check_memory;
 use crate::numeric::element::{element_value, nearest_magnitude, round_to_e2m1};
 use crate::numeric::hadamard::transform;
@@ -62,9 +62,9 @@ pub(super) enum Words {
     /// Floats of the dtype, as many as in other vectors.
     Dense,
     /// Codes in a u16.
-    Halves,
+    U16,
     /// Codes in this many u32.
-    Words(usize),
+    U32(usize),
 }
 
 impl Words {
@@ -72,8 +72,8 @@ impl Words {
     pub(super) fn of(format: Option<KvFormat>, vector: u32) -> Self {
         match format.map(|format| vector * code_bits(format)) {
             None => Self::Dense,
-            Some(16) => Self::Halves,
-            Some(bits) => Self::Words(bits as usize / 32),
+            Some(16) => Self::U16,
+            Some(bits) => Self::U32(bits as usize / 32),
         }
     }
 
@@ -81,8 +81,8 @@ impl Words {
     pub(super) const fn width(self, vector: u32) -> usize {
         match self {
             Self::Dense => vector as usize,
-            Self::Halves => 1,
-            Self::Words(count) => count,
+            Self::U16 => 1,
+            Self::U32(count) => count,
         }
     }
 }
@@ -226,10 +226,8 @@ pub(super) fn quantize_own<C: Numeric, W: Size, S: Int>(
         for index in 0..BLOCK {
             elements[comptime!(index as usize)] = own[(UNIT_POS * BLOCK + index) as usize];
         }
-        if comptime!(format.transforms_keys()) {
-            if of_values == 0u32 {
-                transform(&mut elements, 0u32, 0u32.runtime(), false);
-            }
+        if comptime!(format.transforms_keys()) && of_values == 0u32 {
+            transform(&mut elements, 0u32, 0u32.runtime(), false);
         }
         largests[UNIT_POS as usize] = largest_magnitude(&elements, 0u32, BLOCK);
     }
@@ -402,7 +400,7 @@ pub fn dequantize_heads(
     if found > 0 {
         let vector = head_vector(head_dim as u32, dtype);
         let launch = match (dtype, Words::of(Some(format), vector)) {
-            (Dtype::F32, Words::Halves) => launch_dequantize::<f32, u16>,
+            (Dtype::F32, Words::U16) => launch_dequantize::<f32, u16>,
             (Dtype::F32, _) => launch_dequantize::<f32, u32>,
             (Dtype::F16, _) => launch_dequantize::<f16, u32>,
             (Dtype::Bf16, _) => launch_dequantize::<bf16, u32>,
@@ -470,101 +468,4 @@ fn dequantize_kernel<F: Float, N: Size, C: Numeric, W: Size>(
         values[comptime!(index as usize)] *= scale;
     }
     output[at as usize] = to_vector::<F, N>(&values, vector, conversion);
-}
-
-/// Rotates and quantizes the keys of tokens, and their values, into a packed cache.
-pub(super) fn launch_write<F: Float, C: Numeric>(
-    client: &Client,
-    device: &Capability,
-    operands: AttentionHandles,
-    packed: PackedKv,
-    shape: AttentionShape,
-    last: u32,
-    vector: u32,
-) {
-    let AttentionShape { batch, tokens, kv_heads, head_dim, capacity, .. } = shape;
-    let AttentionHandles { keys, values, key_cache, value_cache, cos, sin, position, .. } =
-        operands;
-    let PackedKv { format, key_scales, value_scales } = packed;
-    let (heads, columns) = (batch * tokens * kv_heads, head_dim / vector as usize);
-    let cached = batch * kv_heads * capacity;
-    let [_, scale_bytes] = format.bytes_of_head(head_dim);
-    let width = Words::of(Some(format), vector).width(vector);
-    let angles = (last as usize + 1) * head_dim / 2;
-    let units = (columns as u32).next_power_of_two().max(device.plane);
-    let [x, y] = device.two_dimensions(heads as u32);
-    // SAFETY: the lengths are the shape's, which memory was checked for, cubes beyond the heads end
-    // at once, and positions beyond `last` count as `last`.
-    unsafe {
-        write_kernel::launch_unchecked::<F, C>(
-            client,
-            CubeCount::Static(x, y, 1),
-            CubeDim::new_1d(units),
-            vector as usize,
-            width,
-            BufferArg::from_raw_parts(keys, heads * columns),
-            BufferArg::from_raw_parts(values, heads * columns),
-            BufferArg::from_raw_parts(key_cache, cached * columns),
-            BufferArg::from_raw_parts(value_cache, cached * columns),
-            BufferArg::from_raw_parts(key_scales, cached * scale_bytes),
-            BufferArg::from_raw_parts(value_scales, cached * scale_bytes),
-            BufferArg::from_raw_parts(cos, angles),
-            BufferArg::from_raw_parts(sin, angles),
-            BufferArg::from_raw_parts(position, tokens),
-            heads as u32,
-            tokens as u32,
-            kv_heads as u32,
-            capacity as u32,
-            last,
-            head_dim as u32,
-            vector,
-            format,
-        );
-    }
-}
-
-/// A cube takes the key and the value of a head of a token.
-#[cube(launch_unchecked)]
-#[allow(clippy::too_many_arguments)]
-fn write_kernel<F: Float, N: Size, C: Numeric, W: Size>(
-    keys: &[Vector<F, N>],
-    values: &[Vector<F, N>],
-    key_cache: &mut [Vector<C, W>],
-    value_cache: &mut [Vector<C, W>],
-    key_scales: &mut [u8],
-    value_scales: &mut [u8],
-    cos: &[f32],
-    sin: &[f32],
-    positions: &[i32],
-    heads: u32,
-    tokens: u32,
-    kv_heads: u32,
-    capacity: u32,
-    last: u32,
-    #[comptime] head_dim: u32,
-    #[comptime] vector: u32,
-    #[comptime] format: KvFormat,
-) {
-    let at = CUBE_POS as u32;
-    if at >= heads {
-        terminate!();
-    }
-    let (kv_head, token) = (at % kv_heads, at / kv_heads);
-    let (token, sequence) = (token % tokens, token / tokens);
-    let position = position_of(positions, token, last);
-    let (from, angles) = (at * comptime!(head_dim / vector), position * comptime!(head_dim / 2));
-    let mut own = Shared::<[f32]>::new_slice(comptime!((2 * head_dim) as usize));
-    load_own::<F, N>(keys, values, cos, sin, from, angles, &mut own, head_dim, vector);
-    sync_cube();
-    quantize_own::<C, W, u8>(
-        &own,
-        key_cache,
-        value_cache,
-        key_scales,
-        value_scales,
-        (sequence * kv_heads + kv_head) * capacity + position,
-        head_dim,
-        vector,
-        format,
-    );
 }

@@ -10,11 +10,13 @@
 //! | `int8_gemv.rs` | [`int8_gemv`]: few rows times an output layer of signed bytes            |
 //! | `argmax.rs`    | [`argmax`]: index of the largest logit                                   |
 //! | `sample.rs`    | [`sample`]: draws tokens from logits                                     |
+//! | `head.rs`      | heads of queries, keys and values, and RoPE                              |
 //! | `row.rs`       | a row that the units of a cube divide                                    |
 
 mod argmax;
 mod attention;
 mod dense_gemv;
+mod head;
 mod int8_gemv;
 mod kv_cache;
 mod norm;

@@ -33,6 +33,7 @@ use crate::tensor::Fp4Tensor;
 /// assert_eq!([nvfp4.keys(), nvfp4.values()].map(|values| values.dims()), [shape; 2]);
 /// ```
 #[derive(Debug, Clone)]
+#[allow(clippy::large_enum_variant, reason = "a layer has one, and boxes would be in its API")]
 pub enum KvCache {
     /// Keys and values in the dtype of the model.
     Dense {

@@ -215,7 +215,7 @@ pub(crate) trait DecoderBackend: Backend {
 
     /// Computes [`decoder_attention`](Self::decoder_attention) with a packed cache: the outputs,
     /// and the codes and scales of keys and of values.
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments, clippy::type_complexity)]
     #[fusion(meta = packed_attention_metadata)]
     fn decoder_packed_attention(
         queries: FloatTensor<Self>,

@@ -40,7 +40,8 @@ pub struct AttentionHandles {
     pub keys: Handle,
     /// In the shape of the keys.
     pub values: Handle,
-    /// `[batch, kv_heads, capacity, head_dim]`, after RoPE, or their codes; written at the position.
+    /// `[batch, kv_heads, capacity, head_dim]`, after RoPE, or their codes; written at the
+    /// position.
     pub key_cache: Handle,
     /// In the shape of the cached keys; written at the position.
     pub value_cache: Handle,

@@ -17,8 +17,8 @@ use crate::hadamard::hadamard;
 /// `queries` are `[batch, tokens, heads, head_dim]`, `keys` and `values`
 /// `[batch, tokens, kv_heads, head_dim]`, all before RoPE. Consecutive query heads share a head of
 /// keys. The cache receives the new keys and values, in place if nothing else holds it. Without a
-/// cache tokens attend to each other, and the keys and values are returned as a dense cache that has
-/// room for no others; positions have to be 0, 1 and so on then.
+/// cache tokens attend to each other, and the keys and values are returned as a dense cache that
+/// has room for no others; positions have to be 0, 1 and so on then.
 ///
 /// A packed cache is read as it is stored: a query sees the rounded keys and values of all tokens,
 /// its own and those of the same call too, so that a prompt at once and token by token agree. Its
@@ -43,8 +43,9 @@ use crate::hadamard::hadamard;
 /// ```
 ///
 /// # Panics
-/// If shapes or dtypes differ, except that a packed cache has none of the dtypes; on `flex` also if a position is beyond the cache or the tables of
-/// RoPE. Kernels take such a position for the last; no other device checks it.
+/// If shapes or dtypes differ, except that a packed cache has none of the dtypes; on `flex` also if
+/// a position is beyond the cache or the tables of RoPE. Kernels take such a position for the last;
+/// no other device checks it.
 #[must_use]
 pub fn attention(
     queries: Tensor<4>,

@@ -16,7 +16,8 @@ use crate::tensor::Fp4Tensor;
 ///
 /// A packed cache takes less memory, and a decode step reads less of it; see [`KvFormat`] for the
 /// bits. The values that [`attention`](crate::attention) reads are the rounded ones, those of new
-/// tokens too.
+/// tokens too. A decode step reads the codes on `flex` in f32, on CUDA and on CubeCL's CPU runtime.
+/// Other devices, also `wgpu`, dequantize the whole cache for each call.
 ///
 /// ```
 /// use burn::tensor::{DType, Device};
@@ -157,6 +158,38 @@ impl KvCache {
             Self::Packed { format, values, .. } => values.clone().dequantize(*format),
         }
     }
+
+    /// Writes rotated keys and values `[batch, kv_heads, tokens, head_dim]` of new tokens, by
+    /// tensor operations, and returns the dense keys and values of all positions in the dtype of
+    /// the values.
+    pub(super) fn update(
+        self,
+        [keys, values]: [Tensor<4>; 2],
+        positions: &Tensor<1, Int>,
+    ) -> (Self, [Tensor<4>; 2]) {
+        match self {
+            Self::Dense { keys: cached_keys, values: cached_values } => {
+                let update = |cached: Tensor<4>, new| {
+                    cached.select_assign(2, positions.clone(), new, IndexingUpdateOp::Assign)
+                };
+                let (keys, values) = (update(cached_keys, keys), update(cached_values, values));
+                (Self::Dense { keys: keys.clone(), values: values.clone() }, [keys, values])
+            }
+            Self::Packed { format, keys: cached_keys, values: cached_values } => {
+                let (dtype, autodiff) = (values.dtype(), values.device().is_autodiff());
+                let positions = positions.clone().without_autodiff();
+                let update = |cached: PackedHeads, new| {
+                    cached.update(PackedHeads::quantize(new, format), &positions)
+                };
+                let (keys, values) = (update(cached_keys, keys), update(cached_values, values));
+                let dense = [&keys, &values].map(|heads| {
+                    let dense = heads.clone().dequantize(format).cast(dtype);
+                    if autodiff { dense.autodiff() } else { dense }
+                });
+                (Self::Packed { format, keys, values }, dense)
+            }
+        }
+    }
 }
 
 impl PackedHeads {
@@ -212,39 +245,5 @@ impl PackedHeads {
             cached.select_assign(2, positions.clone(), new, IndexingUpdateOp::Assign)
         };
         Self { codes: update(self.codes, new.codes), scales: update(self.scales, new.scales) }
-    }
-}
-
-impl KvCache {
-    /// Writes rotated keys and values `[batch, kv_heads, tokens, head_dim]` of new tokens, by
-    /// tensor operations, and returns the dense keys and values of all positions in the dtype of the
-    /// values.
-    pub(super) fn update(
-        self,
-        [keys, values]: [Tensor<4>; 2],
-        positions: &Tensor<1, Int>,
-    ) -> (Self, [Tensor<4>; 2]) {
-        match self {
-            Self::Dense { keys: cached_keys, values: cached_values } => {
-                let update = |cached: Tensor<4>, new| {
-                    cached.select_assign(2, positions.clone(), new, IndexingUpdateOp::Assign)
-                };
-                let (keys, values) = (update(cached_keys, keys), update(cached_values, values));
-                (Self::Dense { keys: keys.clone(), values: values.clone() }, [keys, values])
-            }
-            Self::Packed { format, keys: cached_keys, values: cached_values } => {
-                let (dtype, autodiff) = (values.dtype(), values.device().is_autodiff());
-                let positions = positions.clone().without_autodiff();
-                let update = |cached: PackedHeads, new| {
-                    cached.update(PackedHeads::quantize(new, format), &positions)
-                };
-                let (keys, values) = (update(cached_keys, keys), update(cached_values, values));
-                let dense = [&keys, &values].map(|heads| {
-                    let dense = heads.clone().dequantize(format).cast(dtype);
-                    if autodiff { dense.autodiff() } else { dense }
-                });
-                (Self::Packed { format, keys, values }, dense)
-            }
-        }
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! On `flex` in f32 each is one operation that writes to the memory of its inputs where nothing
 //! else reads it. On devices with kernels a norm is one kernel. Attention of one new token of each
-//! sequence is two kernels, which read a packed KV cache as it is stored. Attention of several is two
-//! kernels, two dense matmuls and what these copy into their layout; a packed cache is dequantized
-//! for them, all of its capacity. On every other device, and where a pass is recorded or differentiated,
-//! each is the tensor operations that its documentation names.
+//! sequence is two kernels, which read a packed KV cache as it is stored. Attention of several is
+//! two kernels, two dense matmuls and what these copy into their layout; a packed cache is
+//! dequantized for them, all of its capacity. On every other device, and where a pass is recorded
+//! or differentiated, each is the tensor operations that its documentation names.
 //!
 //! | file           | contents                                                            |
 //! |----------------|---------------------------------------------------------------------|

@@ -50,8 +50,8 @@ pub fn hadamard<T: HostElement, U: HostElement>(
     Ok(())
 }
 
-/// Transforms each 16 neighbours without signs, with the bits of [`hadamard`] and the instructions of
-/// the caller.
+/// Transforms each 16 neighbours without signs, with the bits of [`hadamard`] and the instructions
+/// of the caller.
 #[inline(always)]
 pub(super) fn transform_sixteens(values: &mut [f32]) {
     for block in values.as_chunks_mut::<16>().0 {

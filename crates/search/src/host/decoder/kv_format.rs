@@ -16,18 +16,18 @@ pub const KV_BLOCK: usize = 16;
 
 /// Packed storage of the keys and values of a KV cache.
 ///
-/// | format | codes | scales of a head of a token | bits a value, `head_dim` 64 |
+/// | format | codes | scales of a head of a token | bits at `head_dim` 64 |
 /// |---|---|---|---|
 /// | `Fp8` | E4M3 | one E8M0 | 8.125 |
-/// | `NvFp4` | E2M1, two a byte, the even channel in the low nibble | an E4M3 per 16 channels | 4.5 |
+/// | `NvFp4` | E2M1, the even channel in the low nibble | an E4M3 per 16 channels | 4.5 |
 ///
-/// `NvFp4Hadamard` stores as `NvFp4` does, after a [`Hadamard`](crate::Hadamard) transform of each 16
-/// channels of a key. Queries are transformed alike, which leaves scores unchanged.
+/// `NvFp4Hadamard` stores as `NvFp4` does, after a [`Hadamard`](crate::Hadamard) transform of each
+/// 16 channels of a key. Queries are transformed alike, which leaves scores unchanged.
 ///
 /// The scale of FP8 is `2^(ceil(log2 amax) - 8)`, so that the largest code is at most 256. NVFP4
-/// has a tensor scale of 1 and maps the amax of a block to element 6 or 4, whichever has the smaller
-/// sum of errors ([`scheme`](Self::scheme)). Ties go to the even code, and -0 becomes 0. A bf16 holds every
-/// dequantized value exactly.
+/// has a tensor scale of 1 and maps the amax of a block to element 6 or 4, whichever has the
+/// smaller sum of errors ([`scheme`](Self::scheme)). Ties go to the even code, and -0 becomes 0. A
+/// bf16 holds every dequantized value exactly.
 ///
 /// ```
 /// use burn_fp4_search::host::{KvFormat, dequantize_heads, quantize_heads};

@@ -367,6 +367,43 @@ struct PackedCache {
     values: Vec<f32>,
 }
 
+impl PackedCache {
+    /// Compares new heads `[batch, tokens, kv_heads, head_dim]`, from position `place` on, with
+    /// those that the host quantizes, and keeps their values.
+    fn check_written(
+        &mut self,
+        client: &Client,
+        new: &[f32],
+        format: host::KvFormat,
+        shape: host::AttentionShape,
+        place: usize,
+        what: &str,
+    ) {
+        let host::AttentionShape { tokens, kv_heads, head_dim, capacity, .. } = shape;
+        let [code_bytes, scale_bytes] = format.bytes_of_head(head_dim);
+        let heads = new.len() / head_dim;
+        let mut codes = vec![0; heads * code_bytes];
+        let mut scales = vec![0; heads * scale_bytes];
+        host::quantize_heads(new, head_dim, format, &mut codes, &mut scales).expect("whole blocks");
+        let mut dense = vec![0.0; new.len()];
+        host::dequantize_heads(&codes, &scales, head_dim, format, &mut dense)
+            .expect("whole blocks");
+        let written =
+            [&self.codes, &self.scales].map(|handle| client.read_one_unchecked(handle.clone()));
+        for head in 0..heads {
+            let (row, kv_head) = (head / kv_heads, head % kv_heads);
+            let (sequence, token) = (row / tokens, row % tokens);
+            let to = (sequence * kv_heads + kv_head) * capacity + place + token;
+            let part = |at: usize, bytes: usize| at * bytes..(at + 1) * bytes;
+            let found = &written[0][part(to, code_bytes)];
+            assert_eq!(found, &codes[part(head, code_bytes)], "{what}: codes");
+            let found = &written[1][part(to, scale_bytes)];
+            assert_eq!(found, &scales[part(head, scale_bytes)], "{what}: scales");
+            self.values[part(to, head_dim)].copy_from_slice(&dense[part(head, head_dim)]);
+        }
+    }
+}
+
 /// A prompt, and tokens one after the other, past the ends of tiles. RoPE turns by 0, so that the
 /// bits are those of the host.
 #[test]
@@ -438,28 +475,7 @@ fn packed_kv_caches_hold_the_bits_of_the_host_and_are_attended_to_as_their_value
                     if of == 0 && format.transforms_keys() {
                         new = transformed(&new);
                     }
-                    let heads = new.len() / head_dim;
-                    let mut codes = vec![0; heads * code_bytes];
-                    let mut scales = vec![0; heads * scale_bytes];
-                    host::quantize_heads(&new, head_dim, format, &mut codes, &mut scales)
-                        .expect("whole blocks");
-                    let mut dense = vec![0.0; new.len()];
-                    host::dequantize_heads(&codes, &scales, head_dim, format, &mut dense)
-                        .expect("whole blocks");
-                    let written = [&cache.codes, &cache.scales]
-                        .map(|handle| client.read_one_unchecked(handle.clone()));
-                    for head in 0..heads {
-                        let (row, kv_head) = (head / kv_heads, head % kv_heads);
-                        let (sequence, token) = (row / tokens, row % tokens);
-                        let to = (sequence * kv_heads + kv_head) * capacity + place + token;
-                        let part = |at: usize, bytes: usize| at * bytes..(at + 1) * bytes;
-                        let found = &written[0][part(to, code_bytes)];
-                        assert_eq!(found, &codes[part(head, code_bytes)], "{what}: {of} codes");
-                        let found = &written[1][part(to, scale_bytes)];
-                        assert_eq!(found, &scales[part(head, scale_bytes)], "{what}: {of} scales");
-                        cache.values[part(to, head_dim)]
-                            .copy_from_slice(&dense[part(head, head_dim)]);
-                    }
+                    cache.check_written(client, &new, format, shape, place, &what);
                     // Nothing else is written, and all of it is read as on the host.
                     let codes = [cache.codes.clone(), cache.scales.clone()];
                     let form = [cached, head_dim];
@@ -469,19 +485,7 @@ fn packed_kv_caches_hold_the_bits_of_the_host_and_are_attended_to_as_their_value
                 }
                 if tokens > 1 {
                     // The queries alone: matmuls read the dequantized cache.
-                    let mut expected = queries.0.clone();
-                    let row = heads * head_dim;
-                    for (at, head) in queries.0.chunks(head_dim).enumerate() {
-                        let (token, of) = (at / heads, at % heads);
-                        let (sequence, token) = (token / tokens, token % tokens);
-                        let to = sequence * tokens * row + (of * tokens + token) * head_dim;
-                        let turned = match format.transforms_keys() {
-                            true => transformed(head),
-                            false => head.to_vec(),
-                        };
-                        expected[to..to + head_dim].copy_from_slice(&turned);
-                    }
-                    let expected: Vec<_> = expected.into_iter().map(f64::from).collect();
+                    let expected = turned_queries(&queries.0, format, shape);
                     assert_rounded(&what, &found, &expected, dtype);
                     continue;
                 }
@@ -494,6 +498,30 @@ fn packed_kv_caches_hold_the_bits_of_the_host_and_are_attended_to_as_their_value
             }
         }
     }
+}
+
+/// Moves queries `[batch, tokens, heads, head_dim]` to `[batch, heads, tokens, head_dim]`, and
+/// transforms them as the format says.
+fn turned_queries(
+    queries: &[f32],
+    format: host::KvFormat,
+    shape: host::AttentionShape,
+) -> Vec<f64> {
+    let host::AttentionShape { tokens, heads, head_dim, .. } = shape;
+    let queries = match format.transforms_keys() {
+        true => transformed(queries),
+        false => queries.to_vec(),
+    };
+    let mut turned = vec![0.0; queries.len()];
+    for (at, head) in queries.chunks(head_dim).enumerate() {
+        let (row, of) = (at / heads, at % heads);
+        let (sequence, token) = (row / tokens, row % tokens);
+        let to = ((sequence * heads + of) * tokens + token) * head_dim;
+        for (to, from) in turned[to..to + head_dim].iter_mut().zip(head) {
+            *to = f64::from(*from);
+        }
+    }
+    turned
 }
 
 /// Transforms each 16 neighbours, or back.

@@ -8,9 +8,11 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    AttentionHandles, Capability, Dtype as KernelDtype, Portable, Refusal, argmax, attend,
-    attention_weights, cubecl, dense_gemv, int8_gemv, rms_norm, rotate_into_cache, sample,
+    AttentionHandles, Capability, Dtype as KernelDtype, PackedKv, Portable, Refusal, argmax,
+    attend, attention_weights, cubecl, dense_gemv, dequantize_heads, int8_gemv, rms_norm,
+    rotate_into_cache, sample,
 };
+use burn_fp4_search::Hadamard;
 use burn_fp4_search::host::{self, SampleOptions, quantize_int8};
 use tests::inputs::{Dtype, Random};
 use tests::on_device::{assert_products, exact_products, floats, kernel_dtype, upload_rounded};
@@ -243,6 +245,7 @@ fn attention_of_a_token_is_that_of_exact_sums() {
                         values: new_values.1,
                         key_cache: keys.1.clone(),
                         value_cache: cached_values.1.clone(),
+                        packed: None,
                         cos: upload(&cos),
                         sin: upload(&sin),
                         position: client.create_from_slice(i32::as_bytes(&[position as i32])),
@@ -308,6 +311,7 @@ fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
                 values: new_values.1,
                 key_cache: key_cache.1.clone(),
                 value_cache: value_cache.1.clone(),
+                packed: None,
                 cos: upload(&cos),
                 sin: upload(&sin),
                 position: position.clone(),
@@ -354,6 +358,178 @@ fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
             assert_eq!(floats(&device.client, value_cache.1, dtype), value_cache.0, "{what}");
         }
     }
+}
+
+/// A packed cache, and the values that it holds.
+struct PackedCache {
+    codes: Handle,
+    scales: Handle,
+    values: Vec<f32>,
+}
+
+impl PackedCache {
+    /// Compares new heads `[batch, tokens, kv_heads, head_dim]`, from position `place` on, with
+    /// those that the host quantizes, and keeps their values.
+    fn check_written(
+        &mut self,
+        client: &Client,
+        new: &[f32],
+        format: host::KvFormat,
+        shape: host::AttentionShape,
+        place: usize,
+        what: &str,
+    ) {
+        let host::AttentionShape { tokens, kv_heads, head_dim, capacity, .. } = shape;
+        let [code_bytes, scale_bytes] = format.bytes_of_head(head_dim);
+        let heads = new.len() / head_dim;
+        let mut codes = vec![0; heads * code_bytes];
+        let mut scales = vec![0; heads * scale_bytes];
+        host::quantize_heads(new, head_dim, format, &mut codes, &mut scales).expect("whole blocks");
+        let mut dense = vec![0.0; new.len()];
+        host::dequantize_heads(&codes, &scales, head_dim, format, &mut dense)
+            .expect("whole blocks");
+        let written =
+            [&self.codes, &self.scales].map(|handle| client.read_one_unchecked(handle.clone()));
+        for head in 0..heads {
+            let (row, kv_head) = (head / kv_heads, head % kv_heads);
+            let (sequence, token) = (row / tokens, row % tokens);
+            let to = (sequence * kv_heads + kv_head) * capacity + place + token;
+            let part = |at: usize, bytes: usize| at * bytes..(at + 1) * bytes;
+            let found = &written[0][part(to, code_bytes)];
+            assert_eq!(found, &codes[part(head, code_bytes)], "{what}: codes");
+            let found = &written[1][part(to, scale_bytes)];
+            assert_eq!(found, &scales[part(head, scale_bytes)], "{what}: scales");
+            self.values[part(to, head_dim)].copy_from_slice(&dense[part(head, head_dim)]);
+        }
+    }
+}
+
+/// A prompt, and tokens one after the other, past the ends of tiles. RoPE turns by 0, so that the
+/// bits are those of the host.
+#[test]
+fn packed_kv_caches_hold_the_bits_of_the_host_and_are_attended_to_as_their_values() {
+    for device in Device::all() {
+        let Device { client, capability } = &device;
+        if capability.check_packed_kv().is_err() {
+            assert!(capability.portable.is_some(), "{capability:?}");
+            continue;
+        }
+        let mut random = Random::new(48);
+        let fast = capability.plane > 1;
+        let shapes: &[_] = match fast {
+            false => &[(1, 2, 1, 16, 20), (2, 4, 2, 32, 12)],
+            true => &[(2, 4, 2, 16, 150), (1, 9, 3, 64, 300), (3, 32, 8, 128, 700)],
+        };
+        let cases =
+            shapes.iter().flat_map(|shape| host::KvFormat::ALL.map(|format| (shape, format)));
+        for (at, (&(batch, heads, kv_heads, head_dim, capacity), format)) in cases.enumerate() {
+            let shape =
+                host::AttentionShape { batch, tokens: 1, heads, kv_heads, head_dim, capacity };
+            let dtype = kernel_dtype(device.dtype(DTYPES[at % 3]));
+            let angles = capacity * head_dim / 2;
+            let (cos, sin) = (vec![1.0; angles], vec![0.0; angles]);
+            let exact = ExactAttention { shape, cos: &cos, sin: &sin };
+            let [code_bytes, scale_bytes] = format.bytes_of_head(head_dim);
+            let cached = batch * kv_heads * capacity;
+            let mut caches = [(); 2].map(|()| PackedCache {
+                codes: client.create_from_slice(&vec![0; cached * code_bytes]),
+                scales: client.create_from_slice(&vec![0; cached * scale_bytes]),
+                values: vec![0.0; cached * head_dim],
+            });
+            let tokens: &[usize] = &[3, 1, 1, 1, 1];
+            let places = [0, 3, 7, 8, capacity - 1];
+            for (&tokens, place) in tokens.iter().zip(places) {
+                let mut values = |count: usize| {
+                    let values = (0..count).map(|_| random.normal()).collect();
+                    upload_rounded(client, values, dtype)
+                };
+                let queries = values(batch * tokens * heads * head_dim);
+                let new = [(); 2].map(|()| values(batch * tokens * kv_heads * head_dim));
+                let positions: Vec<_> = (place as i32..(place + tokens) as i32).collect();
+                let upload = |table: &[f32]| client.create_from_slice(f32::as_bytes(table));
+                let operands = AttentionHandles {
+                    queries: queries.1,
+                    keys: new[0].1.clone(),
+                    values: new[1].1.clone(),
+                    key_cache: caches[0].codes.clone(),
+                    value_cache: caches[1].codes.clone(),
+                    packed: Some(PackedKv {
+                        format,
+                        key_scales: caches[0].scales.clone(),
+                        value_scales: caches[1].scales.clone(),
+                    }),
+                    cos: upload(&cos),
+                    sin: upload(&sin),
+                    position: client.create_from_slice(i32::as_bytes(&positions)),
+                };
+                let shape = host::AttentionShape { tokens, ..shape };
+                let what = format!("{shape:?} {format:?} {dtype:?} at {place}");
+                let output = match tokens {
+                    1 => attend(client, capability, operands, shape, capacity, dtype),
+                    _ => rotate_into_cache(client, capability, operands, shape, capacity, dtype),
+                };
+                let found = floats(client, output.expect("memory of the shape"), dtype);
+
+                for (of, (cache, (new, _))) in caches.iter_mut().zip(&new).enumerate() {
+                    let mut new = new.clone();
+                    if of == 0 && format.transforms_keys() {
+                        new = transformed(&new);
+                    }
+                    cache.check_written(client, &new, format, shape, place, &what);
+                    // Nothing else is written, and all of it is read as on the host.
+                    let codes = [cache.codes.clone(), cache.scales.clone()];
+                    let form = [cached, head_dim];
+                    let dense = dequantize_heads(client, capability, codes, format, form, dtype);
+                    let dense = floats(client, dense.expect("memory of the shape"), dtype);
+                    assert_eq!(dense, cache.values, "{what}");
+                }
+                if tokens > 1 {
+                    // The queries alone: matmuls read the dequantized cache.
+                    let expected = turned_queries(&queries.0, format, shape);
+                    assert_rounded(&what, &found, &expected, dtype);
+                    continue;
+                }
+                let keys = match format.transforms_keys() {
+                    true => transformed(&caches[0].values),
+                    false => caches[0].values.clone(),
+                };
+                let expected = exact.attend(&queries.0, &keys, &caches[1].values, place);
+                assert_rounded(&what, &found, &expected, dtype);
+            }
+        }
+    }
+}
+
+/// Moves queries `[batch, tokens, heads, head_dim]` to `[batch, heads, tokens, head_dim]`, and
+/// transforms them as the format says.
+fn turned_queries(
+    queries: &[f32],
+    format: host::KvFormat,
+    shape: host::AttentionShape,
+) -> Vec<f64> {
+    let host::AttentionShape { tokens, heads, head_dim, .. } = shape;
+    let queries = match format.transforms_keys() {
+        true => transformed(queries),
+        false => queries.to_vec(),
+    };
+    let mut turned = vec![0.0; queries.len()];
+    for (at, head) in queries.chunks(head_dim).enumerate() {
+        let (row, of) = (at / heads, at % heads);
+        let (sequence, token) = (row / tokens, row % tokens);
+        let to = ((sequence * heads + of) * tokens + token) * head_dim;
+        for (to, from) in turned[to..to + head_dim].iter_mut().zip(head) {
+            *to = f64::from(*from);
+        }
+    }
+    turned
+}
+
+/// Transforms each 16 neighbours, or back.
+fn transformed(values: &[f32]) -> Vec<f32> {
+    let mut output = vec![0.0f32; values.len()];
+    let (view, transform) = (host::View::rows(values.len() / 16, 16), Hadamard::with_signs(0));
+    host::hadamard(values, view, transform, false, &mut output).expect("whole groups");
+    output
 }
 
 #[test]

@@ -9,6 +9,7 @@ use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fp4::checkpoints::Value;
+use burn_fp4::ops::KvFormat;
 use burn_fp4::{
     Activations, CalibrationOptions, CheckpointMap, Fp4Config, Fp4Format, Fp4Linear, Fp4Module,
     Fp4Scheme, Method, Outcome, ParameterReport,
@@ -92,20 +93,28 @@ fn dense_logits_match_transformers() {
 #[test]
 fn cached_logits_match_and_200_greedy_tokens_match_transformers() {
     let (folder, device) = (folder("genesis"), Device::flex());
-    let model = load::<Linear>(&folder);
+    let mut model = load::<Linear>(&folder);
     let tokens = Tensor::<2, Int>::from_data(golden("genesis.tokens"), &device);
     let [batch, count] = tokens.dims();
-    let whole = model.forward(tokens.clone());
-    let mut kv_cache = model.kv_cache(batch, count + 3);
-    // One token at a time, and several.
-    for (start, length) in [(0, 5), (5, 1), (6, 1), (7, 20), (27, count - 27)] {
-        let part;
-        let positions = Tensor::arange(start as i64..(start + length) as i64, &device);
-        (kv_cache, part) =
-            model.forward_cached(kv_cache, (tokens.clone().narrow(1, start, length), positions));
-        let expected = whole.clone().narrow(1, start + length - 1, 1).squeeze_dim::<2>(1);
-        let most = distance(&floats(part), &floats(expected));
-        assert!(most < 2e-5, "from {start}: {most}");
+    let dense = floats(model.forward(tokens.clone()));
+    // A rounding that differs in its last bit may take another code.
+    let formats = KvFormat::ALL.map(|format| (Some(format), 0.05));
+    for (format, tolerance) in formats.into_iter().chain([(None, 2e-5)]) {
+        model.set_kv_format(format).expect("heads of whole blocks");
+        let whole = model.forward(tokens.clone());
+        let lost = distance(&floats(whole.clone()), &dense);
+        assert_eq!(lost > 0.0, format.is_some(), "{format:?}: {lost}");
+        let mut kv_cache = model.kv_cache(batch, count + 3);
+        // One token at a time, and several.
+        for (start, length) in [(0, 5), (5, 1), (6, 1), (7, 20), (27, count - 27)] {
+            let part;
+            let positions = Tensor::arange(start as i64..(start + length) as i64, &device);
+            let inputs = (tokens.clone().narrow(1, start, length), positions);
+            (kv_cache, part) = model.forward_cached(kv_cache, inputs);
+            let expected = whole.clone().narrow(1, start + length - 1, 1).squeeze_dim::<2>(1);
+            let most = distance(&floats(part), &floats(expected));
+            assert!(most < tolerance, "{format:?} from {start}: {most}, {lost} from dense");
+        }
     }
     assert_eq!(greedy(&folder, &model), ids("genesis.greedy"));
 }

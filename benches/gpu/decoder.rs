@@ -1,12 +1,13 @@
 //! A decode step of an 8B model of Burn's own layers, with attention and a KV cache. The next token
-//! is chosen on the device. Launched and replayed, in bf16 and quantized in place.
+//! is chosen on the device. Launched and replayed, in bf16 and quantized in place, then with packed
+//! KV caches.
 
 use benches::Row;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4::ops::{
-    KvCache, Positions, RotaryEmbedding, add_rms_norm, attention, rms_norm, swiglu,
+    KvCache, KvFormat, Positions, RotaryEmbedding, add_rms_norm, attention, rms_norm, swiglu,
 };
 use burn_fp4::{Fp4Config, Fp4Module, Replay};
 
@@ -138,7 +139,7 @@ impl Model {
 
     /// Runs a decode step.
     fn step(&self, caches: Vec<KvCache>, (tokens, position): Inputs) -> (Vec<KvCache>, Outputs) {
-        let [_, _, context, _] = caches[0].keys.dims();
+        let [_, _, context, _] = caches[0].dims();
         let positions = self.rotary_emb.at(position, context, DType::BF16);
         let (mut hidden, mut update) = (self.decoder.embed_tokens.forward(tokens), None);
         let mut next = Vec::with_capacity(LAYERS);
@@ -175,14 +176,33 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
             packed[1],
             packed[0],
         );
-        for (context, batch) in [(128, 1), (4096, 1), (128, 16), (4096, 16)] {
+        let shapes = [(128, 1), (4096, 1), (128, 16), (4096, 16)];
+        let formats = [None].into_iter().chain(KvFormat::ALL.map(Some));
+        for (format, (context, batch)) in
+            formats.flat_map(|format| shapes.map(|shape| (format, shape)))
+        {
+            // Caches of dense weights are measured dense.
+            if format.is_some() && name == "bf16" {
+                continue;
+            }
+            let cache = match format {
+                None => "",
+                Some(KvFormat::Fp8) => ", KV in FP8",
+                Some(KvFormat::NvFp4) => ", KV in NVFP4",
+                Some(KvFormat::NvFp4Hadamard) => ", KV in NVFP4 after Hadamard",
+            };
+            let zeros = |shape| match format {
+                None => KvCache::zeros(shape, DType::BF16, &device),
+                Some(format) => KvCache::packed_zeros(shape, format, &device),
+            };
+            let what = format!("{name}{cache}");
             let [launched, replayed] =
-                token(arguments, &device, model.clone(), context, batch, name);
+                token(arguments, &device, model.clone(), zeros, [context, batch], &what);
             if copy == 0.0 {
                 copy = launched;
             }
             for (how, seconds) in [("launched", launched), ("replayed", replayed)] {
-                let name = format!("8B decoder, {name}, context {context}, batch {batch}, {how}");
+                let name = format!("8B decoder, {what}, context {context}, batch {batch}, {how}");
                 figures.push(Row::new(&name, batch, packed[1], seconds, copy));
             }
             eprintln!("{} bytes in use, {} reserved", used(), reserved());
@@ -198,13 +218,12 @@ fn token(
     arguments: &Arguments,
     device: &Device,
     model: Model,
-    context: usize,
-    batch: usize,
+    zeros: impl Fn([usize; 4]) -> KvCache,
+    [context, batch]: [usize; 2],
     name: &str,
 ) -> [f64; 2] {
     let shape = [batch, KV_HEADS, context, HEAD_DIM];
-    let zeros = || KvCache::zeros(shape, DType::BF16, device);
-    let empty = || -> Vec<KvCache> { (0..LAYERS).map(|_| zeros()).collect() };
+    let empty = || -> Vec<KvCache> { (0..LAYERS).map(|_| zeros(shape)).collect() };
     let inputs = |at: usize| -> Inputs {
         let tokens = (0..batch).map(|i| ((at * 7919 + i * 104_729) % VOCAB) as i32).collect();
         let tokens = TensorData::new::<i32, _>(tokens, [batch, 1]);

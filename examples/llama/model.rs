@@ -1,10 +1,10 @@
 //! The decoder, of Burn's own modules, with the parameter names of `transformers`.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::{EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_fp4::ops::{self, Fp8Path, Int8Matrix, KvCache, Positions, RotaryEmbedding};
+use burn_fp4::ops::{self, Fp8Path, Int8Matrix, KvCache, KvFormat, Positions, RotaryEmbedding};
 use burn_fp4::{
     Activations, Fp4Config, Fp4Embedding, Fp4Error, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme,
     Method, PackedWeight, ScaleRule,
@@ -79,6 +79,9 @@ pub struct Llama<L: Module> {
     /// Multiplies in place of the `lm_head`, tied or not.
     int8_head: Option<Int8Matrix>,
     pub(super) rotary_emb: RotaryEmbedding,
+    /// Format of the KV cache; none keeps it dense.
+    #[module(skip)]
+    kv_format: Option<KvFormat>,
 }
 
 #[derive(Module, Debug)]
@@ -139,6 +142,7 @@ impl<L: Projection> Llama<L> {
             lm_head: (!config.tie_word_embeddings).then(lm_head),
             int8_head: None,
             rotary_emb: RotaryEmbedding::new(&inv_freq, positions, device),
+            kv_format: None,
         })
     }
 
@@ -148,14 +152,17 @@ impl<L: Projection> Llama<L> {
     }
 
     /// Returns the logits `[batch, tokens - first, vocab_size]` of tokens `[batch, tokens]` but the
-    /// `first`, which are context.
+    /// `first`, which are context. Keys and values are those that a KV cache of the model's format
+    /// holds.
     pub fn forward_from(&self, tokens: Tensor<2, Int>, first: usize) -> Tensor<3> {
-        let [_, count] = tokens.dims();
+        let [batch, count] = tokens.dims();
+        let caches = self.kv_format.map(|_| self.kv_cache(batch, count));
+        let mut caches = caches.into_iter().flatten();
         let positions = positions(&self.rotary_emb, count, self.dtype(), &tokens.device());
         let mut stream = Stream { hidden: self.embed_tokens.forward(tokens), update: None };
         for layer in &self.layers {
             // One after the other: calibration records such passes, in one order.
-            (stream, _) = layer.forward(stream, None, &positions, false);
+            (stream, _) = layer.forward(stream, caches.next(), &positions, false);
         }
         if first > 0 {
             stream = stream.narrow(first, count - first);
@@ -173,7 +180,7 @@ impl<L: Projection> Llama<L> {
         (tokens, positions): (Tensor<2, Int>, Tensor<1, Int>),
     ) -> (KvCaches, Tensor<2>) {
         let [_, count] = tokens.dims();
-        let capacity = kv_cache.first().map_or(count, |cache| cache.keys.dims()[2]);
+        let capacity = kv_cache.first().map_or(count, |cache| cache.dims()[2]);
         let on_host = ops::is_host(&tokens.device());
         let positions = self.rotary_emb.at(positions, capacity, self.dtype());
         let mut stream = Stream { hidden: self.embed_tokens.forward(tokens), update: None };
@@ -192,7 +199,11 @@ impl<L: Projection> Llama<L> {
         let (dtype, device) = (self.dtype(), self.embed_tokens.weight.base().device());
         let layer_cache = |layer: &DecoderLayer<L>| {
             let Attention { num_key_value_heads, head_dim, .. } = layer.self_attn;
-            KvCache::zeros([batch, num_key_value_heads, capacity, head_dim], dtype, &device)
+            let shape = [batch, num_key_value_heads, capacity, head_dim];
+            match self.kv_format {
+                None => KvCache::zeros(shape, dtype, &device),
+                Some(format) => KvCache::packed_zeros(shape, format, &device),
+            }
         };
         self.layers.iter().map(layer_cache).collect()
     }
@@ -232,7 +243,11 @@ impl<L: Projection> Llama<L> {
     pub fn bytes_of_position(&self) -> usize {
         let layer_bytes = |layer: &DecoderLayer<L>| {
             let Attention { num_key_value_heads, head_dim, .. } = layer.self_attn;
-            2 * num_key_value_heads * head_dim * self.dtype().size()
+            let head = match self.kv_format {
+                None => head_dim * self.dtype().size(),
+                Some(format) => format.bytes_of_head(head_dim).iter().sum(),
+            };
+            2 * num_key_value_heads * head
         };
         self.layers.iter().map(layer_bytes).sum()
     }
@@ -269,6 +284,22 @@ impl<L: Projection> Llama<L> {
         let Some(int8_head) = &mut self.int8_head else { return any };
         int8_head.activations = activations;
         any | Int8Matrix::multiplies_codes(&device, dtype, 1, int8_head.dims())
+    }
+
+    /// Sets the format of the KV cache; none keeps it dense.
+    ///
+    /// # Errors
+    /// Blocks of 16 do not divide the heads.
+    pub fn set_kv_format(&mut self, format: Option<KvFormat>) -> Result<()> {
+        let mut heads = self.layers.iter().map(|layer| layer.self_attn.head_dim);
+        if let Some(head_dim) = heads.find(|head_dim| !head_dim.is_multiple_of(16)) {
+            ensure!(
+                format.is_none(),
+                "--kv-cache: heads have {head_dim} channels, which 16 does not divide; pass dense"
+            );
+        }
+        self.kv_format = format;
+        Ok(())
     }
 
     /// Rounds a dense `lm_head` to 8 bits. A tied embedding keeps its values for lookups, any other

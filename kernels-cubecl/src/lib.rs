@@ -97,9 +97,9 @@ mod tensor_amax;
 
 pub use cubecl;
 pub use decoder::{
-    AttentionHandles, MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, Normalized, argmax, attend,
-    attention_weights, check_attention, check_prefill, dense_gemv, int8_gemv, rms_norm,
-    rotate_into_cache, sample,
+    AttentionHandles, MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, Normalized, PackedKv, argmax,
+    attend, attention_weights, check_attention, check_prefill, dense_gemv, dequantize_heads,
+    int8_gemv, rms_norm, rotate_into_cache, sample,
 };
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;

@@ -226,6 +226,7 @@ fn test_decoder(client: &Client, device: &Capability) -> Result<(), Refusal> {
         values: upload(new),
         key_cache: upload(&before),
         value_cache: upload(&before),
+        packed: None,
         cos: upload(&vec![1.0; shape.capacity * head_dim / 2]),
         sin: upload(&vec![0.0; shape.capacity * head_dim / 2]),
         position: client.create_from_slice(i32::as_bytes(&[position as i32])),

@@ -8,9 +8,10 @@ use burn::backend::{BackendTensor, DispatchTensorKind};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::Replay;
 use burn_fp4_ops::{
-    Activations, Int8Matrix, KvCache, RotaryEmbedding, SampleOptions, add_rms_norm, attention,
-    dense_matmul, rms_norm, sample, swiglu,
+    Activations, Hadamard, Int8Matrix, KvCache, KvFormat, RotaryEmbedding, SampleOptions,
+    add_rms_norm, attention, dense_matmul, hadamard, rms_norm, sample, swiglu,
 };
+use burn_fp4_search::host::quantize_heads;
 use tests::engines::devices;
 use tests::tensors::{floats, random};
 
@@ -73,12 +74,12 @@ fn attention_is_that_of_tensor_operations_with_and_without_a_cache() {
                 cache = Some(next);
             }
             let cache = cache.expect("the last one");
-            found.extend([cache.keys, cache.values].into_iter().flat_map(floats));
+            found.extend([cache.keys(), cache.values()].into_iter().flat_map(floats));
             let positions = rotary.at(Tensor::arange(0..7, device), 7, DType::F32);
             let [keys, values] = [31, 32].map(|seed| tokens(seed, 7, kv_heads));
             let (output, cache) = attention(tokens(30, 7, heads), keys, values, None, &positions);
-            assert_eq!(cache.keys.dims(), [batch, kv_heads, 7, head_dim]);
-            found.extend([output.unsqueeze(), cache.keys].into_iter().flat_map(floats));
+            assert_eq!(cache.dims(), [batch, kv_heads, 7, head_dim]);
+            found.extend([output.unsqueeze(), cache.keys()].into_iter().flat_map(floats));
             found
         });
     }
@@ -109,7 +110,7 @@ fn every_device_decodes_as_flex_does() {
             found.extend(add_rms_norm(hidden, update, weight, 1e-5).into_iter().flat_map(floats));
             found.extend(floats(output));
             let all = |cache: &KvCache| -> Vec<f32> {
-                [&cache.keys, &cache.values].into_iter().cloned().flat_map(floats).collect()
+                [cache.keys(), cache.values()].into_iter().flat_map(floats).collect()
             };
             if let Some((cache, before)) = held.take() {
                 assert_eq!(all(&cache), before, "{device:?}: a held cache changed");
@@ -119,7 +120,7 @@ fn every_device_decodes_as_flex_does() {
             }
             cache = next;
         }
-        found.extend([cache.keys, cache.values].into_iter().flat_map(floats));
+        found.extend([cache.keys(), cache.values()].into_iter().flat_map(floats));
         found
     };
     let expected = compute(&Device::flex(), DType::F32);
@@ -167,12 +168,12 @@ fn views_are_read_in_their_order_and_left_as_they_are() {
         let positions = rotary.at(Tensor::arange(3..7, device), 9, DType::F32);
         let held: Tensor<4> = random(6, [4, 2, 9, 6], device);
         let half = |from| held.clone().narrow(0, from, 2);
-        let cache = KvCache { keys: half(0), values: half(2) };
+        let cache = KvCache::Dense { keys: half(0), values: half(2) };
         let [queries, keys, values] =
             [(7, 4), (8, 2), (9, 2)].map(|(seed, heads)| swapped(seed, [2, 4, heads, 6], device));
         let (output, cache) = attention(queries, keys, values, Some(cache), &positions);
         found.extend(floats(output));
-        found.extend([cache.keys, cache.values, held].into_iter().flat_map(floats));
+        found.extend([cache.keys(), cache.values(), held].into_iter().flat_map(floats));
         found
     });
 }
@@ -211,7 +212,7 @@ fn halves_are_near_the_results_in_f32() {
             .map(|(seed, heads)| random::<4>(seed, [1, 3, heads, 4], &device).cast(dtype));
         let cache = KvCache::zeros([1, 2, 4, 4], dtype, &device);
         let (output, cache) = attention(queries, keys, values, Some(cache), &positions);
-        assert_eq!([output.dtype(), cache.keys.dtype()], [dtype; 2]);
+        assert_eq!([output.dtype(), cache.keys().dtype()], [dtype; 2]);
         let all = [
             rms_norm(x.clone(), weight, 1e-5),
             sums,
@@ -244,33 +245,51 @@ fn one_row_times_a_dense_weight_in_either_order_is_the_product_of_tensor_operati
     }
 }
 
-/// Returns the address of the values of a tensor on `flex`.
-fn address(tensor: &Tensor<4>) -> *const u8 {
-    match tensor.clone().into_dispatch().kind {
-        DispatchTensorKind::Flex(BackendTensor::Float(tensor)) => tensor.bytes().as_ptr(),
+/// Returns the addresses of the parts of a KV cache on `flex`.
+fn addresses(cache: &KvCache) -> Vec<*const u8> {
+    let address = |kind: DispatchTensorKind| match kind {
+        DispatchTensorKind::Flex(BackendTensor::Float(part) | BackendTensor::Int(part)) => {
+            part.bytes().as_ptr()
+        }
         other => panic!("on flex: {other:?}"),
+    };
+    match cache.clone() {
+        KvCache::Dense { keys, values } => {
+            [keys, values].map(|part| address(part.into_dispatch().kind)).to_vec()
+        }
+        KvCache::Packed { keys, values, .. } => {
+            let parts = [keys.codes, keys.scales, values.codes, values.scales];
+            parts.map(|part| address(part.into_dispatch().kind)).to_vec()
+        }
     }
+}
+
+/// Allocates a cache of each format, and a dense one.
+fn caches(shape: [usize; 4], dtype: DType, device: &Device) -> Vec<KvCache> {
+    let packed = KvFormat::ALL.map(|format| KvCache::packed_zeros(shape, format, device));
+    [KvCache::zeros(shape, dtype, device)].into_iter().chain(packed).collect()
 }
 
 #[test]
 fn a_kv_cache_is_updated_in_place_unless_it_is_held_elsewhere() {
     let device = Device::flex();
-    let rotary = RotaryEmbedding::new(&[1.0, 0.1], 8, &device);
+    let rotary = RotaryEmbedding::new(&[1.0, 0.1, 0.5, 0.2, 0.0, 0.3, 0.4, 0.6], 8, &device);
     let step = |cache: KvCache, position: i32| {
         let positions = rotary.at(Tensor::from_ints([position], &device), 8, DType::F32);
-        let [queries, keys, values] = [1, 2, 3].map(|seed| random(seed, [1, 1, 1, 4], &device));
+        let [queries, keys, values] = [1, 2, 3].map(|seed| random(seed, [1, 1, 1, 16], &device));
         attention(queries, keys, values, Some(cache), &positions).1
     };
-    let cache = KvCache::zeros([1, 1, 8, 4], DType::F32, &device);
-    let addresses = [address(&cache.keys), address(&cache.values)];
-    let cache = step(step(cache, 0), 1);
-    assert_eq!([address(&cache.keys), address(&cache.values)], addresses);
-    let held = cache.clone();
-    let before = floats(held.keys.clone());
-    let after = step(cache, 2);
-    assert_ne!(address(&after.keys), addresses[0]);
-    assert_eq!(floats(held.keys), before);
-    assert_ne!(floats(after.keys), before);
+    for cache in caches([1, 1, 8, 16], DType::F32, &device) {
+        let places = addresses(&cache);
+        let cache = step(step(cache, 0), 1);
+        assert_eq!(addresses(&cache), places);
+        let held = cache.clone();
+        let before = floats(held.keys());
+        let after = step(cache, 2);
+        assert!(addresses(&after).iter().zip(places).all(|(after, before)| *after != before));
+        assert_eq!(floats(held.keys()), before);
+        assert_ne!(floats(after.keys()), before);
+    }
 }
 
 #[test]
@@ -283,28 +302,132 @@ fn a_replay_updates_its_kv_cache_in_place() {
         (cache, output)
     };
     let run = |device: &Device| {
-        let rotary = RotaryEmbedding::new(&[1.0, 0.1], 8, device);
-        let cache = KvCache::zeros([1, 1, 8, 4], DType::F32, device);
-        let mut replay = Replay::with_state(rotary, cache, step);
         let mut found = Vec::new();
-        let mut places = Vec::new();
-        for at in 0..3 {
-            let heads = [1, 2, 3].map(|seed| random(10 * at + seed, [1, 1, 1, 4], device));
-            let position = Tensor::from_ints([at as i32], device);
-            let output = replay.run((heads, position)).expect("an output");
-            found.extend(floats(output));
-            let cache = replay.state().expect("a cache");
-            if *device == Device::flex() {
-                places.push([address(&cache.keys), address(&cache.values)]);
+        for cache in caches([1, 1, 8, 16], DType::F32, device) {
+            let inv_freq = [1.0, 0.1, 0.5, 0.2, 0.0, 0.3, 0.4, 0.6];
+            let rotary = RotaryEmbedding::new(&inv_freq, 8, device);
+            let format = cache.format();
+            let mut replay = Replay::with_state(rotary, cache, step);
+            let mut places = Vec::new();
+            for at in 0..3 {
+                let heads = [1, 2, 3].map(|seed| random(10 * at + seed, [1, 1, 1, 16], device));
+                let position = Tensor::from_ints([at as i32], device);
+                let output = replay.run((heads, position)).expect("an output");
+                found.extend(floats(output));
+                let cache = replay.state().expect("a cache");
+                assert_eq!(cache.format(), format);
+                if *device == Device::flex() {
+                    places.push(addresses(&cache));
+                }
             }
+            assert!(places.windows(2).all(|pair| pair[0] == pair[1]), "copied: {places:?}");
         }
-        assert!(places.windows(2).all(|pair| pair[0] == pair[1]), "copied: {places:?}");
         found
     };
     let expected = run(&Device::flex());
     for (name, device, _) in devices() {
         println!("{name}");
         assert_close(&run(&device), &expected, 2e-5);
+    }
+}
+
+#[test]
+fn packed_kv_caches_are_those_of_tensor_operations() {
+    for format in KvFormat::ALL {
+        assert_same_as_tensor_operations(|device| {
+            let inv_freq: Vec<_> = (0..16).map(|at| 0.7f32.powi(at)).collect();
+            let rotary = RotaryEmbedding::new(&inv_freq, 20, device);
+            let mut cache = KvCache::packed_zeros([2, 2, 20, 32], format, device);
+            let mut found = Vec::new();
+            for (seed, (first, count)) in [(0, 5), (5, 1), (6, 9)].into_iter().enumerate() {
+                let positions = Tensor::<1, Int>::arange(first..first + count, device);
+                let positions = rotary.at(positions, 20, DType::F32);
+                let tokens =
+                    |seed, heads| random::<4>(seed, [2, count as usize, heads, 32], device);
+                let [queries, keys, values] = [(1, 6), (2, 2), (3, 2)]
+                    .map(|(at, heads)| tokens(10 * seed as u64 + at, heads));
+                let (output, next) = attention(queries, keys, values, Some(cache), &positions);
+                found.extend(floats(output));
+                cache = next;
+            }
+            found.extend([cache.keys(), cache.values()].into_iter().flat_map(floats));
+            found
+        });
+    }
+}
+
+/// A prompt of three tokens, then one token at a time, without RoPE. The cache has the bits of the
+/// host, and attention is that of `flex` to its values.
+#[test]
+fn packed_kv_caches_hold_the_bits_of_the_host_on_every_device() {
+    const HEAD_DIM: usize = 32;
+    let flex = Device::flex();
+    let transformed = |heads: Tensor<4>| {
+        hadamard(heads, 3, Hadamard::with_signs(0)).expect("blocks divide the heads")
+    };
+    for (name, device, dtypes) in devices() {
+        for (dtype, format) in
+            dtypes.iter().flat_map(|dtype| KvFormat::ALL.map(|format| (*dtype, format)))
+        {
+            let what = format!("{name} {dtype:?} {format:?}");
+            println!("{what}");
+            let rotary = |device| RotaryEmbedding::new(&[0.0; HEAD_DIM / 2], 8, device);
+            let (rotary, rotary_on_flex) = (rotary(&device), rotary(&flex));
+            let mut cache = KvCache::packed_zeros([2, 2, 8, HEAD_DIM], format, &device);
+            for (first, count) in [(0, 3), (3, 1), (4, 1)] {
+                let positions = |device: &Device| {
+                    Tensor::<1, Int>::arange(first as i64..(first + count) as i64, device)
+                };
+                let heads = [(1, 6), (2, 2), (3, 2)].map(|(seed, heads)| {
+                    let seed = 10 * first as u64 + seed;
+                    random::<4>(seed, [2, count, heads, HEAD_DIM], &device).cast(dtype)
+                });
+                let [queries, keys, values] = heads.clone();
+                let at = rotary.at(positions(&device), 8, dtype);
+                let (output, next) = attention(queries, keys, values, Some(cache), &at);
+                cache = next;
+                let on_flex = |heads: Tensor<4>| {
+                    Tensor::from_data(heads.cast(DType::F32).into_data(), (&flex, DType::F32))
+                };
+                let [queries, keys, values] = heads.map(on_flex);
+                let KvCache::Packed { keys: packed_keys, values: packed_values, .. } = &cache
+                else {
+                    panic!("{what}: a dense cache");
+                };
+                let own_keys = match format.transforms_keys() {
+                    true => transformed(keys),
+                    false => keys,
+                };
+                for (new, packed) in [(own_keys, packed_keys), (values.clone(), packed_values)] {
+                    let new = floats(new.swap_dims(1, 2));
+                    let [mut codes, mut scales] = format
+                        .bytes_of_head(HEAD_DIM)
+                        .map(|bytes| vec![0; new.len() / HEAD_DIM * bytes]);
+                    quantize_heads(&new, HEAD_DIM, format, &mut codes, &mut scales)
+                        .expect("blocks");
+                    for (part, expected) in [(&packed.codes, codes), (&packed.scales, scales)] {
+                        let part = part.clone().narrow(2, first, count).into_data();
+                        assert_eq!(part.as_slice::<u8>().expect("bytes"), expected, "{what}");
+                    }
+                }
+                let [mut keys, values] = [cache.keys(), cache.values()].map(on_flex);
+                if format.transforms_keys() {
+                    keys = transformed(keys);
+                }
+                let new = [&keys, &values]
+                    .map(|heads| heads.clone().narrow(2, first, count).swap_dims(1, 2));
+                let dense = KvCache::Dense { keys, values };
+                let [keys, values] = new;
+                let at = rotary_on_flex.at(positions(&flex), 8, DType::F32);
+                let (expected, _) = attention(queries, keys, values, Some(dense), &at);
+                let tolerance = match dtype {
+                    DType::F32 => 2e-5,
+                    DType::F16 => 0.01,
+                    _ => 0.08,
+                };
+                assert_close(&floats(output), &floats(expected), tolerance);
+            }
+        }
     }
 }
 

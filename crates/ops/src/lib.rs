@@ -69,7 +69,7 @@ use burn::tensor::Device;
 pub use burn_fp4_search as search;
 pub use burn_fp4_search::formats;
 pub use burn_fp4_search::formats::Fp4Format;
-pub use burn_fp4_search::host::{SampleOptions, on_awake_threads};
+pub use burn_fp4_search::host::{KvFormat, SampleOptions, on_awake_threads};
 pub use burn_fp4_search::squares::squared_sums;
 pub use burn_fp4_search::{
     Activations, Admm, BlockHessians, BlockOrder, Blocks, Draw, E4m3Range, ErrorMetric, Fp4Scheme,
@@ -77,8 +77,8 @@ pub use burn_fp4_search::{
     TensorScaling,
 };
 pub use decoder::{
-    KvCache, Positions, RotaryEmbedding, add_rms_norm, argmax, attention, dense_matmul, rms_norm,
-    sample, swiglu,
+    KvCache, PackedHeads, Positions, RotaryEmbedding, add_rms_norm, argmax, attention,
+    dense_matmul, rms_norm, sample, swiglu,
 };
 #[cfg(feature = "cube")]
 pub use devices::cube::graph::{CapturedGraph, GraphState, captures_graphs};

@@ -8,7 +8,7 @@ use examples::OnDevice;
 use llama::{Bandwidth, Folder, Generated, Projection, Sampling, generate};
 use serde::Serialize;
 
-use super::{DeviceOptions, ProductFormats, ProductOptions, print};
+use super::{CacheOptions, CacheReport, DeviceOptions, ProductFormats, ProductOptions, print};
 
 /// Generate text from a prompt.
 #[derive(clap::Args)]
@@ -26,6 +26,8 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     products: ProductOptions,
     #[command(flatten)]
+    cache: CacheOptions,
+    #[command(flatten)]
     device: DeviceOptions,
     /// Print JSON.
     #[arg(long)]
@@ -38,6 +40,8 @@ struct Report {
     texts: Vec<String>,
     #[serde(flatten)]
     products: ProductFormats,
+    #[serde(flatten)]
+    cache: CacheReport,
     #[serde(flatten)]
     generated: Generated,
     prompt_tokens_per_second: f64,
@@ -72,6 +76,7 @@ fn lines(prompt: &str, report: &Report) -> String {
     let decode_rate = generated.tokens_per_second;
     let decode_rate = decode_rate.map_or(String::new(), |rate| format!(", {rate:.1} tokens/s"));
     let graph = if generated.replayed { ", as a captured graph" } else { "" };
+    let bytes = report.cache.kv_bytes_per_token;
     let (load, peak) = (report.load_seconds, report.peak_memory_mb);
     let bandwidth = report.bandwidth.as_ref().map_or(String::new(), |bandwidth| {
         let Bandwidth { gb_per_step, gb_per_second, copy_gb_per_second, share_of_copy } = bandwidth;
@@ -84,6 +89,7 @@ fn lines(prompt: &str, report: &Report) -> String {
     format!(
         "{}prompt: {tokens} tokens, {rate:.1} tokens/s\n\
          decode: {count} tokens{decode_rate}{graph}\n\
+         KV cache: {bytes} bytes a token of a sequence\n\
          {bandwidth}\
          load: {load:.1} s, peak memory {peak:.0} MB",
         texts.collect::<String>(),
@@ -94,8 +100,9 @@ fn report<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let start = std::time::Instant::now();
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let (model, products) =
+    let (mut model, products) =
         arguments.products.load::<L>(&folder, &device, Some(arguments.sampling.sequences))?;
+    let cache = arguments.cache.set(&mut model)?;
     let load_seconds = start.elapsed().as_secs_f64();
     let tokenizer = folder.tokenizer()?;
     let prompt = tokenizer.encode(arguments.prompt.as_str(), true);
@@ -117,6 +124,7 @@ fn report<L: Projection>(arguments: &Arguments) -> Result<Report> {
         bandwidth,
         texts: generated.sequences.iter().map(text).collect::<Result<_>>()?,
         products,
+        cache,
         prompt_tokens_per_second: generated.prompt_tokens as f64 / generated.prompt_seconds,
         generated,
         load_seconds,

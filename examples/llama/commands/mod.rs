@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, FloatDType};
-use burn_fp4::ops::{Fp8Path, Int8Matrix, is_host};
+use burn_fp4::ops::{Fp8Path, Int8Matrix, KvFormat, is_host};
 use burn_fp4::{Activations, Fp4Format};
 use clap::ValueEnum;
 use examples::OnDevice;
@@ -231,6 +231,45 @@ fn check_fp8<L: Projection>(model: &Llama<L>) -> Result<()> {
         eprintln!("warning: {other} of {all} layers do not multiply in FP8; the first: {first}");
     }
     Ok(())
+}
+
+/// Options of the KV cache.
+#[derive(clap::Args)]
+pub(crate) struct CacheOptions {
+    /// Format of the KV cache: the dtype of activations, E4M3, NVFP4, or NVFP4 with keys and
+    /// queries after a Hadamard transform.
+    #[arg(long = "kv-cache", value_enum, default_value_t = CacheFormat::Dense)]
+    format: CacheFormat,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum CacheFormat {
+    Dense,
+    Fp8,
+    Nvfp4,
+    Nvfp4Hadamard,
+}
+
+/// The KV cache of a model.
+#[derive(Debug, Serialize)]
+struct CacheReport {
+    kv_cache: CacheFormat,
+    /// Bytes of a token of a sequence, in all layers.
+    kv_bytes_per_token: usize,
+}
+
+impl CacheOptions {
+    /// Sets the format of a model's KV cache.
+    fn set<L: Projection>(&self, model: &mut Llama<L>) -> Result<CacheReport> {
+        model.set_kv_format(match self.format {
+            CacheFormat::Dense => None,
+            CacheFormat::Fp8 => Some(KvFormat::Fp8),
+            CacheFormat::Nvfp4 => Some(KvFormat::NvFp4),
+            CacheFormat::Nvfp4Hadamard => Some(KvFormat::NvFp4Hadamard),
+        })?;
+        Ok(CacheReport { kv_cache: self.format, kv_bytes_per_token: model.bytes_of_position() })
+    }
 }
 
 /// Prints the result of a command, as JSON or as lines.

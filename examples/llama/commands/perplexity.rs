@@ -7,7 +7,9 @@ use burn_fp4::Fp4Linear;
 use llama::{Fidelity, Folder, Perplexity, Windows, fidelity, perplexity};
 use serde::Serialize;
 
-use super::{DeviceOptions, ProductFormats, ProductOptions, TextOptions, print};
+use super::{
+    CacheOptions, CacheReport, DeviceOptions, ProductFormats, ProductOptions, TextOptions, print,
+};
 
 /// Measure the perplexity of a model on a text.
 #[derive(clap::Args)]
@@ -26,6 +28,8 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     products: ProductOptions,
     #[command(flatten)]
+    cache: CacheOptions,
+    #[command(flatten)]
     device: DeviceOptions,
     /// Print JSON.
     #[arg(long)]
@@ -38,6 +42,8 @@ struct Report<M> {
     #[serde(flatten)]
     products: ProductFormats,
     #[serde(flatten)]
+    cache: CacheReport,
+    #[serde(flatten)]
     found: M,
 }
 
@@ -45,17 +51,18 @@ struct Report<M> {
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
-    let (model, products) = arguments.products.load::<Fp4Linear>(&folder, &device, None)?;
+    let (mut model, products) = arguments.products.load::<Fp4Linear>(&folder, &device, None)?;
+    let cache = arguments.cache.set(&mut model)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let (tokens, windows) = (tokens.held_out(), arguments.windows);
     let Some(reference) = &arguments.reference else {
         let found = perplexity(&model, tokens, windows, &device)?;
-        let report = Report { products, found };
+        let report = Report { products, cache, found };
         return print(&report, arguments.json, || line(&found));
     };
     let (reference, _) = Folder::open(reference)?.load::<Fp4Linear>(&device)?;
     let mut found = fidelity(&[&model], &reference, tokens, windows, &device)?;
-    let report = Report { products, found: found.remove(0) };
+    let report = Report { products, cache, found: found.remove(0) };
     print(&report, arguments.json, || lines(&report.found))
 }
 

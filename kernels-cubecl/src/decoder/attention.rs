@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! a cube takes a tile of positions of a sequence and a key head, for queries that share the head:
-//!     the cube of the token's own position rotates the new key, and writes it and the new value
+//!     the cube of the token's own position rotates the new key, and writes it and the new value;
+//!     for a packed cache it transforms and quantizes them
 //!     rotate the queries
 //!     load the keys and the values of the tile, a vector of channels per unit and step
 //!     scores[query][position] = the products of the vectors of a position, in order of channels
@@ -17,15 +18,17 @@
 //! Tiles beyond the token's position do nothing. All arithmetic is f32, in an order that depends
 //! only on shape, dtype and device.
 
-use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM, View};
+use burn_fp4_search::host::{AttentionShape, KV_BLOCK, KvFormat, MAX_HEAD_DIM, View};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::row::widest_vector;
+use super::head::{head_vector, position_of, rotated, to_vector};
+use super::kv_cache::{PackedKv, Words, channels, kv_scale, load_own, quantize_own, scale_place};
 use crate::memory::check_memory;
 use crate::numeric::element::narrow;
+use crate::numeric::hadamard::{SIZE, sum_by_butterflies};
 use crate::plan::{Capability, Conversion, Dtype, Refusal};
 
 /// Operands of [`attend`], contiguous.
@@ -37,10 +40,13 @@ pub struct AttentionHandles {
     pub keys: Handle,
     /// In the shape of the keys.
     pub values: Handle,
-    /// `[batch, kv_heads, capacity, head_dim]`, after RoPE; written at the position.
+    /// `[batch, kv_heads, capacity, head_dim]`, after RoPE, or their codes; written at the
+    /// position.
     pub key_cache: Handle,
     /// In the shape of the cached keys; written at the position.
     pub value_cache: Handle,
+    /// Format and scales of the cache; none of a dense one.
+    pub packed: Option<PackedKv>,
     /// Cosines of RoPE, f32 `[positions, head_dim / 2]`.
     pub cos: Handle,
     /// Sines of RoPE, in the shape of the cosines.
@@ -50,9 +56,11 @@ pub struct AttentionHandles {
 }
 
 impl AttentionHandles {
-    /// Checks that memory holds the operands, with RoPE for `positions` positions.
-    pub(super) fn check_memory(
+    /// Checks that memory holds the operands, with RoPE for `positions` positions, and that the
+    /// device has kernels for the cache.
+    pub(super) fn check(
         &self,
+        device: &Capability,
         shape: &AttentionShape,
         positions: usize,
         dtype: Dtype,
@@ -62,8 +70,16 @@ impl AttentionHandles {
         check_memory("queries", &self.queries, tokens * heads * head)?;
         check_memory("keys", &self.keys, tokens * kv_heads * head)?;
         check_memory("values", &self.values, tokens * kv_heads * head)?;
-        check_memory("cached keys", &self.key_cache, capacity * kv_heads * head)?;
-        check_memory("cached values", &self.value_cache, capacity * kv_heads * head)?;
+        let cached = match &self.packed {
+            None => capacity * kv_heads * head,
+            Some(packed) => {
+                packed.check(device, shape)?;
+                let [code_bytes, _] = packed.format.bytes_of_head(head_dim);
+                batch * kv_heads * capacity * code_bytes
+            }
+        };
+        check_memory("cached keys", &self.key_cache, cached)?;
+        check_memory("cached values", &self.value_cache, cached)?;
         check_memory("cosines", &self.cos, 4 * positions * head_dim / 2)?;
         check_memory("sines", &self.sin, 4 * positions * head_dim / 2)?;
         check_memory("position", &self.position, 4 * tokens)
@@ -91,6 +107,7 @@ impl AttentionHandles {
 ///     values: floats(2 * 64),
 ///     key_cache: floats(2 * 512 * 64),
 ///     value_cache: floats(2 * 512 * 64),
+///     packed: None,
 ///     cos: floats(512 * 32),
 ///     sin: floats(512 * 32),
 ///     position: client.create_from_slice(i32::as_bytes(&[0])),
@@ -114,15 +131,20 @@ pub fn attend(
     device.check_decoder(dtype)?;
     let AttentionShape { batch, heads, capacity, head_dim, .. } = shape;
     check_attention(&shape, positions)?;
-    operands.check_memory(&shape, positions, dtype)?;
-    let plan = Plan::new(&shape, dtype, device);
+    operands.check(device, &shape, positions, dtype)?;
+    let format = operands.packed.as_ref().map(|packed| packed.format);
+    let plan = Plan::new(&shape, dtype, format, device);
     let query_bytes = batch * heads * head_dim * dtype.size();
     let output = client.empty(query_bytes);
     if query_bytes > 0 {
-        let launch = match dtype {
-            Dtype::F32 => launch::<f32>,
-            Dtype::F16 => launch::<f16>,
-            Dtype::Bf16 => launch::<bf16>,
+        let launch = match (dtype, Words::of(format, plan.vector)) {
+            (Dtype::F32, Words::Dense) => launch::<f32, f32, u32>,
+            (Dtype::F16, Words::Dense) => launch::<f16, f16, u32>,
+            (Dtype::Bf16, Words::Dense) => launch::<bf16, bf16, u32>,
+            (Dtype::F32, Words::U16) => launch::<f32, u16, u8>,
+            (Dtype::F32, _) => launch::<f32, u32, u8>,
+            (Dtype::F16, _) => launch::<f16, u32, u8>,
+            (Dtype::Bf16, _) => launch::<bf16, u32, u8>,
         };
         let last = capacity.min(positions) as u32 - 1;
         launch(client, operands, output.clone(), shape, plan, last);
@@ -188,12 +210,6 @@ pub(super) fn check_heads(shape: &AttentionShape, positions: usize) -> Result<()
     Ok(())
 }
 
-/// Returns the channels of the widest vector of up to 16 bytes such that the two halves of a head
-/// are in different vectors.
-pub(super) fn head_vector(head_dim: u32, dtype: Dtype) -> u32 {
-    widest_vector(head_dim as usize / 2, dtype) as u32
-}
-
 /// Returns the most f32 values that products and outputs take in the shared memory of a cube: the
 /// rest is for queries, weights and a key.
 const fn most_values(shared_memory: usize) -> u32 {
@@ -220,23 +236,36 @@ struct Plan {
     /// True if units take the token's own key and value from shared memory and the operands: on
     /// wgpu a barrier does not order the cache's memory.
     keeps_own: bool,
+    /// Format of the cache; none of a dense one.
+    format: Option<KvFormat>,
     conversion: Conversion,
 }
 
 impl Plan {
     /// Plans the attention of a token: the most queries of a cube that shared memory has room for.
-    fn new(shape: &AttentionShape, dtype: Dtype, device: &Capability) -> Self {
+    fn new(
+        shape: &AttentionShape,
+        dtype: Dtype,
+        format: Option<KvFormat>,
+        device: &Capability,
+    ) -> Self {
         let of_key_head = (shape.heads / shape.kv_heads) as u32;
         let mut plans = (1..=8)
             .rev()
             .filter(|&queries| of_key_head.is_multiple_of(queries))
-            .map(|queries| Self::of_queries(queries, shape, dtype, device));
+            .map(|queries| Self::of_queries(queries, shape, dtype, format, device));
         let fits = |plan: &Self| plan.bytes() <= device.shared_memory();
-        plans.find(fits).unwrap_or_else(|| Self::of_queries(1, shape, dtype, device))
+        plans.find(fits).unwrap_or_else(|| Self::of_queries(1, shape, dtype, format, device))
     }
 
     /// Plans cubes of a number of query heads.
-    fn of_queries(queries: u32, shape: &AttentionShape, dtype: Dtype, device: &Capability) -> Self {
+    fn of_queries(
+        queries: u32,
+        shape: &AttentionShape,
+        dtype: Dtype,
+        format: Option<KvFormat>,
+        device: &Capability,
+    ) -> Self {
         let &AttentionShape { heads, kv_heads, head_dim, .. } = shape;
         let head_dim = head_dim as u32;
         let vector = head_vector(head_dim, dtype);
@@ -248,8 +277,13 @@ impl Plan {
         // A power of two, so that planes are whole.
         let units = 1 << (values / (vector * queries + 1)).min(most_units).ilog2();
         let units = units.max(columns.next_power_of_two()).max(device.plane);
-        // Without planes a unit adds the scores of a tile.
-        let most_tile = if device.plane > 1 { 64 } else { 8 };
+        // Without planes a unit adds the scores of a tile. Packed positions are short: more of them
+        // keep the outputs of a tile small beside them.
+        let most_tile = match (device.plane > 1, format) {
+            (false, _) => 8,
+            (true, None) => 64,
+            (true, Some(_)) => 128,
+        };
         let tile = (values / ((columns + 1) * queries)).min(most_tile);
         let most_parts = match together {
             1 => 1,
@@ -268,6 +302,7 @@ impl Plan {
             vector,
             parts,
             keeps_own: device.portable.is_some(),
+            format,
             conversion,
         }
     }
@@ -304,12 +339,18 @@ impl Plan {
     /// Bytes in shared memory.
     const fn bytes(&self) -> usize {
         let queries = self.queries * (self.head_dim + self.tile);
-        let own = if self.keeps_own { self.head_dim } else { 0 };
+        // With the largest magnitudes of the blocks of a packed key and value.
+        let own = match self.format {
+            None if self.keeps_own => self.head_dim,
+            None => 0,
+            Some(_) => 2 * (self.head_dim + self.head_dim / KV_BLOCK as u32),
+        };
         4 * (self.shared() + queries + own) as usize
     }
 }
 
-fn launch<F: Float>(
+/// Launches both kernels. The cache has vectors of `C`, and scales in `S`.
+fn launch<F: Float, C: Numeric, S: Int>(
     client: &Client,
     operands: AttentionHandles,
     output: Handle,
@@ -324,23 +365,45 @@ fn launch<F: Float>(
     let outputs = batch * heads * tiles;
     let partial = client.empty(4 * outputs * head_dim);
     let softmax = client.empty(8 * outputs);
-    let AttentionHandles { queries, keys, values, key_cache, value_cache, cos, sin, position } =
-        operands;
+    let AttentionHandles {
+        queries,
+        keys,
+        values,
+        key_cache,
+        value_cache,
+        packed,
+        cos,
+        sin,
+        position,
+    } = operands;
+    let cached = batch * kv_heads * capacity;
+    let (key_scales, value_scales, scales) = match packed {
+        None => (softmax.clone(), softmax.clone(), 2 * outputs),
+        Some(PackedKv { format, key_scales, value_scales }) => {
+            let [_, scale_bytes] = format.bytes_of_head(head_dim);
+            (key_scales, value_scales, cached * scale_bytes)
+        }
+    };
+    let width = Words::of(plan.format, plan.vector).width(plan.vector);
     // `last` is the last position of both tables.
     let angles = (last as usize + 1) * head_dim / 2;
     // SAFETY: the lengths are the shape's, which memory was checked for, and positions
-    // beyond `last` count as `last`. The second kernel reads what the first has written.
+    // beyond `last` count as `last`. The second kernel reads what the first has written. A dense
+    // cache has no scales: other memory stands for them, and is not used.
     unsafe {
-        attend_kernel::launch_unchecked::<F>(
+        attend_kernel::launch_unchecked::<F, C, S>(
             client,
             CubeCount::Static(tiles as u32, kv_heads as u32 * plan.groups, batch as u32),
             CubeDim::new_1d(plan.units),
             vector,
+            width,
             BufferArg::from_raw_parts(queries, batch * heads * columns),
             BufferArg::from_raw_parts(keys, batch * kv_heads * columns),
             BufferArg::from_raw_parts(values, batch * kv_heads * columns),
-            BufferArg::from_raw_parts(key_cache, batch * kv_heads * capacity * columns),
-            BufferArg::from_raw_parts(value_cache, batch * kv_heads * capacity * columns),
+            BufferArg::from_raw_parts(key_cache, cached * columns),
+            BufferArg::from_raw_parts(value_cache, cached * columns),
+            BufferArg::from_raw_parts(key_scales, scales),
+            BufferArg::from_raw_parts(value_scales, scales),
             BufferArg::from_raw_parts(cos, angles),
             BufferArg::from_raw_parts(sin, angles),
             BufferArg::from_raw_parts(position.clone(), 1),
@@ -365,60 +428,17 @@ fn launch<F: Float>(
     }
 }
 
-/// Returns a token's position, at most `last`.
-#[cube]
-pub(super) fn position_of(positions: &[i32], token: u32, last: u32) -> u32 {
-    min(u32::cast_from(max(positions[token as usize], 0i32)), last)
-}
-
-/// Rotates the channels of a vector of the first half of a head and of its partner, in f32.
-#[cube]
-pub(super) fn rotated<F: Float, N: Size>(
-    first: Vector<F, N>,
-    second: Vector<F, N>,
-    cos: &[f32],
-    sin: &[f32],
-    angle: u32,
-    #[comptime] vector: u32,
-) -> (Array<f32>, Array<f32>) {
-    let mut low = Array::<f32>::new(comptime!(vector as usize));
-    let mut high = Array::<f32>::new(comptime!(vector as usize));
-    #[unroll]
-    for index in 0..comptime!(vector as usize) {
-        let at = (angle + comptime!(index as u32)) as usize;
-        let (cos, sin) = (cos[at], sin[at]);
-        let (left, right) =
-            (f32::cast_from(first.extract(index)), f32::cast_from(second.extract(index)));
-        low[index] = left * cos - right * sin;
-        high[index] = right * cos + left * sin;
-    }
-    (low, high)
-}
-
-/// Rounds values to a vector.
-#[cube]
-pub(super) fn to_vector<F: Float, N: Size>(
-    values: &Array<f32>,
-    #[comptime] vector: u32,
-    #[comptime] conversion: Conversion,
-) -> Vector<F, N> {
-    let mut rounded = Vector::<F, N>::empty();
-    #[unroll]
-    for index in 0..comptime!(vector as usize) {
-        rounded.insert(index, narrow::<F>(values[index], conversion));
-    }
-    rounded
-}
-
 /// Runs the first loop at the head of this file.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments, clippy::too_many_lines, reason = "shared memory of a cube")]
-fn attend_kernel<F: Float, N: Size>(
+fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     queries: &[Vector<F, N>],
     keys: &[Vector<F, N>],
     values: &[Vector<F, N>],
-    key_cache: &mut [Vector<F, N>],
-    value_cache: &mut [Vector<F, N>],
+    key_cache: &mut [Vector<C, W>],
+    value_cache: &mut [Vector<C, W>],
+    key_scales: &mut [S],
+    value_scales: &mut [S],
     cos: &[f32],
     sin: &[f32],
     position: &[i32],
@@ -441,33 +461,78 @@ fn attend_kernel<F: Float, N: Size>(
     }
     let (kv_head, group) = (CUBE_POS_Y / groups, CUBE_POS_Y % groups);
     let key_head = CUBE_POS_Z * (CUBE_COUNT_Y / groups) + kv_head;
-    let cached = key_head * capacity * columns;
+    let first_head = key_head * capacity;
+    let cached = first_head * columns;
     let angles = position * comptime!(head_dim / 2);
+    let format = comptime!(plan.format);
     let keeps_own = comptime!(plan.keeps_own);
-    let own_len = comptime!(if keeps_own { head_dim } else { 1 });
+    let own_len = comptime!(match (format, keeps_own) {
+        (Some(_), _) => 2 * head_dim,
+        (None, true) => head_dim,
+        (None, false) => 1,
+    });
     let mut own_key = Shared::<[f32]>::new_slice(comptime!(own_len as usize));
 
     if position - start < tile {
-        if UNIT_POS < half {
-            let at = key_head * columns + UNIT_POS;
-            let (first, second) = (keys[at as usize], keys[(at + half) as usize]);
-            let (low, high) =
-                rotated::<F, N>(first, second, cos, sin, angles + UNIT_POS * vector, vector);
-            let to = cached + position * columns + UNIT_POS;
-            key_cache[to as usize] = to_vector::<F, N>(&low, vector, conversion);
-            key_cache[(to + half) as usize] = to_vector::<F, N>(&high, vector, conversion);
-            if comptime!(keeps_own) {
-                #[unroll]
-                for index in 0..vector {
-                    let to = UNIT_POS * vector + index;
-                    own_key[to as usize] = low[index as usize];
-                    own_key[(to + comptime!(head_dim / 2)) as usize] = high[index as usize];
+        match comptime!(format) {
+            None => {
+                if UNIT_POS < half {
+                    let at = key_head * columns + UNIT_POS;
+                    let (first, second) = (keys[at as usize], keys[(at + half) as usize]);
+                    let (low, high) = rotated::<F, N>(
+                        first,
+                        second,
+                        cos,
+                        sin,
+                        angles + UNIT_POS * vector,
+                        vector,
+                    );
+                    let to = cached + position * columns + UNIT_POS;
+                    let rotated = to_vector::<F, N>(&low, vector, conversion);
+                    key_cache[to as usize] = Vector::<C, W>::cast_from(rotated);
+                    let rotated = to_vector::<F, N>(&high, vector, conversion);
+                    key_cache[(to + half) as usize] = Vector::<C, W>::cast_from(rotated);
+                    if comptime!(keeps_own) {
+                        #[unroll]
+                        for index in 0..vector {
+                            let to = UNIT_POS * vector + index;
+                            own_key[to as usize] = low[index as usize];
+                            own_key[(to + comptime!(head_dim / 2)) as usize] = high[index as usize];
+                        }
+                    }
+                }
+                if UNIT_POS < columns {
+                    let to = cached + position * columns + UNIT_POS;
+                    let value = values[(key_head * columns + UNIT_POS) as usize];
+                    value_cache[to as usize] = Vector::<C, W>::cast_from(value);
                 }
             }
-        }
-        if UNIT_POS < columns {
-            let to = cached + position * columns + UNIT_POS;
-            value_cache[to as usize] = values[(key_head * columns + UNIT_POS) as usize];
+            Some(format) => {
+                let from = key_head * columns;
+                load_own::<F, N>(
+                    keys,
+                    values,
+                    cos,
+                    sin,
+                    from,
+                    angles,
+                    &mut own_key,
+                    head_dim,
+                    vector,
+                );
+                sync_cube();
+                quantize_own::<C, W, S>(
+                    &own_key,
+                    key_cache,
+                    value_cache,
+                    key_scales,
+                    value_scales,
+                    first_head + position,
+                    head_dim,
+                    vector,
+                    format,
+                );
+            }
         }
         sync_cube();
     }
@@ -475,14 +540,22 @@ fn attend_kernel<F: Float, N: Size>(
     // Units beyond whole positions repeat the last one's loads, and store nothing.
     let column = UNIT_POS % columns;
     let place = UNIT_POS / columns;
-    let mut loaded_keys = Array::<Vector<F, N>>::new(comptime!(steps as usize));
-    let mut loaded_values = Array::<Vector<F, N>>::new(comptime!(steps as usize));
+    let mut loaded_keys = Array::<Vector<C, W>>::new(comptime!(steps as usize));
+    let mut loaded_values = Array::<Vector<C, W>>::new(comptime!(steps as usize));
+    // Scales of packed keys and values.
+    let mut scales_of_keys = Array::<f32>::new(comptime!(steps as usize));
+    let mut scales_of_values = Array::<f32>::new(comptime!(steps as usize));
     #[unroll]
     for index in 0..steps {
         let at = min(start + place + comptime!(index * step), position);
         let from = (cached + at * columns + column) as usize;
         loaded_keys[index as usize] = key_cache[from];
         loaded_values[index as usize] = value_cache[from];
+        if let Some(format) = comptime!(format) {
+            let place = scale_place(first_head + at, column, head_dim, vector, format);
+            scales_of_keys[index as usize] = kv_scale::<S>(key_scales[place], format);
+            scales_of_values[index as usize] = kv_scale::<S>(value_scales[place], format);
+        }
     }
     if comptime!(keeps_own) {
         let value = values[(key_head * columns + column) as usize];
@@ -495,8 +568,9 @@ fn attend_kernel<F: Float, N: Size>(
                 for channel in 0..vector {
                     own[channel as usize] = own_key[(column * vector + channel) as usize];
                 }
-                loaded_keys[index as usize] = to_vector::<F, N>(&own, vector, conversion);
-                loaded_values[index as usize] = value;
+                let own = to_vector::<F, N>(&own, vector, conversion);
+                loaded_keys[index as usize] = Vector::<C, W>::cast_from(own);
+                loaded_values[index as usize] = Vector::<C, W>::cast_from(value);
             }
         }
     }
@@ -521,6 +595,10 @@ fn attend_kernel<F: Float, N: Size>(
         at += units;
     }
     sync_cube();
+    if comptime!(format.is_some_and(KvFormat::transforms_keys)) {
+        transform_queries(&mut rotated_queries, plan);
+        sync_cube();
+    }
 
     // Registers: all positions of a unit need the same column of the queries.
     let mut query = Array::<f32>::new(comptime!((rows * vector) as usize));
@@ -534,7 +612,7 @@ fn attend_kernel<F: Float, N: Size>(
     #[unroll]
     for index in 0..steps {
         let in_tile = place + comptime!(index * step);
-        let key = loaded_keys[index as usize];
+        let key = channels::<C, W>(loaded_keys[index as usize], vector, format);
         let mut products = Array::<f32>::new(comptime!(rows as usize));
         #[unroll]
         for row in 0..rows {
@@ -542,7 +620,7 @@ fn attend_kernel<F: Float, N: Size>(
         }
         #[unroll]
         for channel in 0..vector {
-            let key = f32::cast_from(key.extract(comptime!(channel as usize)));
+            let key = key[comptime!(channel as usize)];
             #[unroll]
             for row in 0..rows {
                 let query = query[comptime!((row * vector + channel) as usize)];
@@ -553,7 +631,11 @@ fn attend_kernel<F: Float, N: Size>(
             #[unroll]
             for row in 0..rows {
                 let to = (comptime!(row * tile) + in_tile) * product_stride + column;
-                shared[to as usize] = products[row as usize];
+                let mut product = products[row as usize];
+                if comptime!(format.is_some()) {
+                    product *= scales_of_keys[index as usize];
+                }
+                shared[to as usize] = product;
             }
         }
     }
@@ -618,10 +700,13 @@ fn attend_kernel<F: Float, N: Size>(
             if place + comptime!(index * step) >= tile {
                 weight = 0.0f32.runtime();
             }
-            let value = loaded_values[index as usize];
+            if comptime!(format.is_some()) {
+                weight *= scales_of_values[index as usize];
+            }
+            let value = channels::<C, W>(loaded_values[index as usize], vector, format);
             #[unroll]
             for channel in 0..comptime!(vector as usize) {
-                sums[channel] = fma(weight, f32::cast_from(value.extract(channel)), sums[channel]);
+                sums[channel] = fma(weight, value[channel], sums[channel]);
             }
         }
         if place < step {
@@ -645,6 +730,32 @@ fn attend_kernel<F: Float, N: Size>(
         let (row, slot) = (at / head_dim, at % head_dim);
         let to = ((first_query + row) * tiles + CUBE_POS_X) * head_dim + slot;
         partial[to as usize] = sum;
+        at += units;
+    }
+}
+
+/// Transforms each 16 channels of the queries in shared memory, as the cached keys are.
+#[cube]
+fn transform_queries(queries: &mut Shared<[f32]>, #[comptime] plan: Plan) {
+    let Plan { units, queries: rows, head_dim, vector, .. } = comptime!(plan);
+    let columns = comptime!(plan.columns());
+    let blocks = comptime!(head_dim / SIZE);
+    let mut at = UNIT_POS;
+    while at < comptime!(rows * blocks) {
+        // Columns of one channel are side by side.
+        let first = at / blocks * head_dim + at % blocks * comptime!(SIZE / vector);
+        let mut elements = Array::<f32>::new(comptime!(SIZE as usize));
+        #[unroll]
+        for index in 0..SIZE {
+            let from = first + comptime!(index % vector * columns + index / vector);
+            elements[comptime!(index as usize)] = queries[from as usize];
+        }
+        sum_by_butterflies(&mut elements, 0.25f32.runtime(), SIZE);
+        #[unroll]
+        for index in 0..SIZE {
+            let to = first + comptime!(index % vector * columns + index / vector);
+            queries[to as usize] = elements[comptime!(index as usize)];
+        }
         at += units;
     }
 }
@@ -755,12 +866,19 @@ mod tests {
                 for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
                     let shape = AttentionShape { heads: 2 * queries, head_dim: 2 * half, ..SHAPE };
                     assert_eq!(check_attention(&shape, 9), Ok(()));
-                    let plan = Plan::new(&shape, dtype, &device);
-                    assert!(plan.bytes() <= device.shared_memory(), "{plan:?}");
-                    assert!(plan.step() > 0 && plan.tile > 0 && plan.parts > 0, "{plan:?}");
-                    let whole = plan.units >= plan.plane && plan.units.is_multiple_of(plan.plane);
-                    assert!(whole, "{plan:?}");
-                    assert_eq!(plan.queries * plan.groups, queries as u32, "{plan:?}");
+                    let packs = (2 * half).is_multiple_of(KV_BLOCK) && device.portable.is_none();
+                    let formats = KvFormat::ALL.into_iter().filter(|_| packs).map(Some);
+                    for format in formats.chain([None]) {
+                        let plan = Plan::new(&shape, dtype, format, &device);
+                        assert!(plan.bytes() <= device.shared_memory(), "{plan:?}");
+                        assert!(plan.step() > 0 && plan.tile > 0 && plan.parts > 0, "{plan:?}");
+                        let whole =
+                            plan.units >= plan.plane && plan.units.is_multiple_of(plan.plane);
+                        assert!(whole, "{plan:?}");
+                        assert_eq!(plan.queries * plan.groups, queries as u32, "{plan:?}");
+                        let blocks = 2 * plan.head_dim / KV_BLOCK as u32;
+                        assert!(format.is_none() || plan.units >= blocks, "{plan:?}");
+                    }
                 }
             }
         }

@@ -2,21 +2,26 @@
 //!
 //! ```text
 //! rotate_into_cache   RoPE of queries and keys; rotated keys and values go into the KV cache
+//! (dequantize_heads)  of a packed cache, all of its keys and values in the dtype
 //! (matmul)            scores = rotated queries x cached keys^T
 //! attention_weights   causal softmax of the scores, a cube for each row
 //! (matmul)            outputs = weights x cached values
 //! ```
+//!
+//! The tokens of a prompt therefore see the rounded keys and values, as later tokens do.
 
-use burn_fp4_search::host::{AttentionShape, View};
+use burn_fp4_search::Hadamard;
+use burn_fp4_search::host::{AttentionShape, KvFormat, View};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::attention::{
-    AttentionHandles, check_heads, head_vector, position_of, rotated, to_vector,
-};
+use super::attention::{AttentionHandles, check_heads};
+use super::head::{head_vector, position_of, rotated, to_vector};
+use super::kv_cache::{PackedKv, Words, load_own, quantize_own};
 use super::row::{max_of_cube, sum_of_cube, widest_vector};
+use crate::hadamard::hadamard;
 use crate::memory::check_memory;
 use crate::numeric::element::narrow;
 use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
@@ -52,7 +57,8 @@ pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Ref
 }
 
 /// Rotates the queries and keys of tokens by their positions, and writes the rotated keys and the
-/// values into a KV cache. Returns the rotated queries `[batch, heads, tokens, head_dim]`.
+/// values into a KV cache. Returns the rotated queries `[batch, heads, tokens, head_dim]`,
+/// transformed as the cached keys are.
 ///
 /// Operands are as for [`attend`](super::attend), with `[batch, tokens, ..]` queries, keys and
 /// values, and positions i32 `[tokens]` that differ. `positions` is the number of rows of RoPE.
@@ -76,6 +82,7 @@ pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Ref
 ///     values: upload(&[5.0, 6.0]),
 ///     key_cache: key_cache.clone(),
 ///     value_cache: upload(&[0.0; 4]),
+///     packed: None,
 ///     cos: upload(&[1.0, 0.0]), // a quarter turn at position 1
 ///     sin: upload(&[0.0, 1.0]),
 ///     position: client.create_from_slice(i32::as_bytes(&[1])),
@@ -100,20 +107,40 @@ pub fn rotate_into_cache(
 ) -> Result<Handle, Refusal> {
     device.check_decoder(dtype)?;
     check_prefill(&shape, positions)?;
-    operands.check_memory(&shape, positions, dtype)?;
+    operands.check(device, &shape, positions, dtype)?;
     let rotated =
         client.empty(shape.batch * shape.tokens * shape.heads * shape.head_dim * dtype.size());
-    if shape.batch * shape.tokens > 0 {
-        let launch = match dtype {
-            Dtype::F32 => launch_rotate::<f32>,
-            Dtype::F16 => launch_rotate::<f16>,
-            Dtype::Bf16 => launch_rotate::<bf16>,
-        };
-        let vector = head_vector(shape.head_dim as u32, dtype);
-        let form = (vector, Conversion::to(dtype, device));
-        launch(client, device, operands, rotated.clone(), shape, positions, form);
+    if shape.batch * shape.tokens == 0 {
+        return Ok(rotated);
     }
-    Ok(rotated)
+    let launch = match dtype {
+        Dtype::F32 => launch_rotate::<f32>,
+        Dtype::F16 => launch_rotate::<f16>,
+        Dtype::Bf16 => launch_rotate::<bf16>,
+    };
+    let vector = head_vector(shape.head_dim as u32, dtype);
+    let form = (vector, Conversion::to(dtype, device));
+    let Some(packed) = operands.packed.clone() else {
+        launch(client, device, operands, rotated.clone(), shape, positions, form);
+        return Ok(rotated);
+    };
+    let format = packed.format;
+    let write = match (dtype, Words::of(Some(format), vector)) {
+        (Dtype::F32, Words::U16) => launch_write::<f32, u16>,
+        (Dtype::F32, _) => launch_write::<f32, u32>,
+        (Dtype::F16, _) => launch_write::<f16, u32>,
+        (Dtype::Bf16, _) => launch_write::<bf16, u32>,
+    };
+    let last = shape.capacity.min(positions) as u32 - 1;
+    write(client, device, operands.clone(), packed, shape, last, vector);
+    // No key heads: the queries alone.
+    let queries = AttentionShape { kv_heads: 0, ..shape };
+    launch(client, device, operands, rotated.clone(), queries, positions, form);
+    if !format.transforms_keys() {
+        return Ok(rotated);
+    }
+    let view = View::rows(shape.batch * shape.tokens * shape.heads, shape.head_dim);
+    hadamard(client, device, rotated, view, dtype, Hadamard::with_signs(0), false)
 }
 
 fn launch_rotate<F: Float>(
@@ -126,8 +153,9 @@ fn launch_rotate<F: Float>(
     (vector, conversion): (u32, Conversion),
 ) {
     let AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
-    let AttentionHandles { queries, keys, values, key_cache, value_cache, cos, sin, position } =
-        operands;
+    let AttentionHandles {
+        queries, keys, values, key_cache, value_cache, cos, sin, position, ..
+    } = operands;
     let columns = head_dim / vector as usize;
     let vectors = |heads: usize| batch * heads * columns;
     let pairs = (batch * tokens * (heads + kv_heads) * columns / 2) as u32;
@@ -217,6 +245,103 @@ fn rotate_kernel<F: Float, N: Size>(
         value_cache[to as usize] = values[from as usize];
         value_cache[(to + half) as usize] = values[(from + half) as usize];
     }
+}
+
+/// Rotates and quantizes the keys of tokens, and their values, into a packed cache.
+fn launch_write<F: Float, C: Numeric>(
+    client: &Client,
+    device: &Capability,
+    operands: AttentionHandles,
+    packed: PackedKv,
+    shape: AttentionShape,
+    last: u32,
+    vector: u32,
+) {
+    let AttentionShape { batch, tokens, kv_heads, head_dim, capacity, .. } = shape;
+    let AttentionHandles { keys, values, key_cache, value_cache, cos, sin, position, .. } =
+        operands;
+    let PackedKv { format, key_scales, value_scales } = packed;
+    let (heads, columns) = (batch * tokens * kv_heads, head_dim / vector as usize);
+    let cached = batch * kv_heads * capacity;
+    let [_, scale_bytes] = format.bytes_of_head(head_dim);
+    let width = Words::of(Some(format), vector).width(vector);
+    let angles = (last as usize + 1) * head_dim / 2;
+    let units = (columns as u32).next_power_of_two().max(device.plane);
+    let [x, y] = device.two_dimensions(heads as u32);
+    // SAFETY: the lengths are the shape's, which memory was checked for, cubes beyond the heads end
+    // at once, and positions beyond `last` count as `last`.
+    unsafe {
+        write_kernel::launch_unchecked::<F, C>(
+            client,
+            CubeCount::Static(x, y, 1),
+            CubeDim::new_1d(units),
+            vector as usize,
+            width,
+            BufferArg::from_raw_parts(keys, heads * columns),
+            BufferArg::from_raw_parts(values, heads * columns),
+            BufferArg::from_raw_parts(key_cache, cached * columns),
+            BufferArg::from_raw_parts(value_cache, cached * columns),
+            BufferArg::from_raw_parts(key_scales, cached * scale_bytes),
+            BufferArg::from_raw_parts(value_scales, cached * scale_bytes),
+            BufferArg::from_raw_parts(cos, angles),
+            BufferArg::from_raw_parts(sin, angles),
+            BufferArg::from_raw_parts(position, tokens),
+            heads as u32,
+            tokens as u32,
+            kv_heads as u32,
+            capacity as u32,
+            last,
+            head_dim as u32,
+            vector,
+            format,
+        );
+    }
+}
+
+/// A cube takes the key and the value of a head of a token.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn write_kernel<F: Float, N: Size, C: Numeric, W: Size>(
+    keys: &[Vector<F, N>],
+    values: &[Vector<F, N>],
+    key_cache: &mut [Vector<C, W>],
+    value_cache: &mut [Vector<C, W>],
+    key_scales: &mut [u8],
+    value_scales: &mut [u8],
+    cos: &[f32],
+    sin: &[f32],
+    positions: &[i32],
+    heads: u32,
+    tokens: u32,
+    kv_heads: u32,
+    capacity: u32,
+    last: u32,
+    #[comptime] head_dim: u32,
+    #[comptime] vector: u32,
+    #[comptime] format: KvFormat,
+) {
+    let at = CUBE_POS as u32;
+    if at >= heads {
+        terminate!();
+    }
+    let (kv_head, token) = (at % kv_heads, at / kv_heads);
+    let (token, sequence) = (token % tokens, token / tokens);
+    let position = position_of(positions, token, last);
+    let (from, angles) = (at * comptime!(head_dim / vector), position * comptime!(head_dim / 2));
+    let mut own = Shared::<[f32]>::new_slice(comptime!((2 * head_dim) as usize));
+    load_own::<F, N>(keys, values, cos, sin, from, angles, &mut own, head_dim, vector);
+    sync_cube();
+    quantize_own::<C, W, u8>(
+        &own,
+        key_cache,
+        value_cache,
+        key_scales,
+        value_scales,
+        (sequence * kv_heads + kv_head) * capacity + position,
+        head_dim,
+        vector,
+        format,
+    );
 }
 
 /// Computes the causal softmax of scores `[batch, heads, tokens, capacity]`, divided by the root of

@@ -173,7 +173,7 @@ pub(crate) fn block_scale(
 
 /// Returns the exponent field of a power-of-two scale, from the bits of amax.
 #[cube]
-fn power_of_two_field(amax: f32, #[comptime] rounding: PowerRounding) -> u32 {
+pub(crate) fn power_of_two_field(amax: f32, #[comptime] rounding: PowerRounding) -> u32 {
     let bits = u32::reinterpret(amax);
     match comptime!(rounding) {
         PowerRounding::Floor => below_largest(bits >> MANTISSA),

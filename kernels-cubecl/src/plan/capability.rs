@@ -269,6 +269,27 @@ impl Capability {
         }
     }
 
+    /// Checks that the kernels of a decoder take packed KV caches.
+    ///
+    /// ```
+    /// # #[cfg(feature = "cpu")] {
+    /// use burn_fp4_cubecl::Capability;
+    /// use burn_fp4_cubecl::cubecl::Device;
+    ///
+    /// let device = Capability::of(&Device::default().client());
+    /// assert!(device.check_packed_kv().is_ok());
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Refusal::Device`]: a device of the wgpu runtime, where kernels store no bytes.
+    pub fn check_packed_kv(&self) -> Result<(), Refusal> {
+        match self.portable {
+            Some(_) => Err(Refusal::Device { lacks: "stores no bytes in kernels" }),
+            None => Ok(()),
+        }
+    }
+
     /// Checks that the kernels for the wgpu runtime can run on the device, if it is one of its.
     pub(crate) fn check_portable(&self, dtype: Dtype) -> Result<(), Refusal> {
         let lacks = match &self.portable {

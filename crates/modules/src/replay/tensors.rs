@@ -6,7 +6,7 @@ use std::fmt;
 use burn::backend::{DispatchTensor, TensorMetadata};
 use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Shape, Tensor};
-use burn_fp4_ops::KvCache;
+use burn_fp4_ops::{KvCache, KvFormat, PackedHeads};
 
 /// Inputs, outputs or state of a [`Replay`](crate::Replay): tensors of any kind and KV caches,
 /// alone or in tuples, arrays, vectors and options.
@@ -120,12 +120,30 @@ impl ReplayTensors for () {
 
 impl ReplayTensors for KvCache {
     fn take_apart(self, parts: &mut ReplayParts) {
-        [self.keys, self.values].take_apart(parts);
+        match self {
+            Self::Dense { keys, values } => {
+                parts.lengths.push_back(KvFormat::ALL.len());
+                [keys, values].take_apart(parts);
+            }
+            Self::Packed { format, keys, values } => {
+                let place = KvFormat::ALL.iter().position(|known| *known == format);
+                parts.lengths.push_back(place.expect("one of all formats"));
+                [keys.codes, keys.scales, values.codes, values.scales].take_apart(parts);
+            }
+        }
     }
 
     fn put_together(parts: &mut ReplayParts) -> Self {
-        let [keys, values] = ReplayTensors::put_together(parts);
-        Self { keys, values }
+        let place = parts.lengths.pop_front().expect(SAME);
+        let Some(&format) = KvFormat::ALL.get(place) else {
+            let [keys, values] = ReplayTensors::put_together(parts);
+            return Self::Dense { keys, values };
+        };
+        let mut heads = || {
+            let [codes, scales] = ReplayTensors::put_together(parts);
+            PackedHeads { codes, scales }
+        };
+        Self::Packed { format, keys: heads(), values: heads() }
     }
 }
 

@@ -2,37 +2,14 @@
 
 use burn::backend::Dispatch;
 use burn::tensor::activation::softmax;
-use burn::tensor::{DType, Device, IndexingUpdateOp, Tensor, TensorData};
-use burn_fp4_search::host::AttentionShape;
+use burn::tensor::{DType, Tensor};
+use burn_fp4_search::Hadamard;
+use burn_fp4_search::host::{AttentionShape, KvFormat};
 
+use super::kv_cache::{KvCache, PackedHeads};
 use super::rope::Positions;
-use crate::devices::decoder::{DecoderBackend, attends_to, has_host_decoder};
-use crate::devices::extension::weight_data;
-
-/// Rotated keys, and values, of an attention layer, by position:
-/// `[batch, kv_heads, capacity, head_dim]`.
-#[derive(Debug, Clone)]
-pub struct KvCache {
-    /// Keys, after RoPE.
-    pub keys: Tensor<4>,
-    /// Values.
-    pub values: Tensor<4>,
-}
-
-impl KvCache {
-    /// Allocates a cache of a shape `[batch, kv_heads, capacity, head_dim]`.
-    #[must_use]
-    pub fn zeros(shape: [usize; 4], dtype: DType, device: &Device) -> Self {
-        let zeros = || {
-            if !has_host_decoder(device, [dtype]) {
-                return Tensor::zeros(shape, (device, dtype));
-            }
-            let zeros = weight_data(TensorData::zeros::<f32, _>(shape), device);
-            Tensor::from_data(zeros, (device, dtype))
-        };
-        Self { keys: zeros(), values: zeros() }
-    }
-}
+use crate::devices::decoder::{DecoderBackend, attends_to};
+use crate::hadamard::hadamard;
 
 /// Attends from new tokens to all tokens up to their positions, and returns the outputs
 /// `[batch, tokens, heads * head_dim]`.
@@ -40,8 +17,12 @@ impl KvCache {
 /// `queries` are `[batch, tokens, heads, head_dim]`, `keys` and `values`
 /// `[batch, tokens, kv_heads, head_dim]`, all before RoPE. Consecutive query heads share a head of
 /// keys. The cache receives the new keys and values, in place if nothing else holds it. Without a
-/// cache tokens attend to each other, and the keys and values are returned as a cache that has room
-/// for no others; positions have to be 0, 1 and so on then.
+/// cache tokens attend to each other, and the keys and values are returned as a dense cache that
+/// has room for no others; positions have to be 0, 1 and so on then.
+///
+/// A packed cache is read as it is stored: a query sees the rounded keys and values of all tokens,
+/// its own and those of the same call too, so that a prompt at once and token by token agree. Its
+/// gradient is that of the queries alone.
 ///
 /// ```
 /// use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -62,8 +43,9 @@ impl KvCache {
 /// ```
 ///
 /// # Panics
-/// If shapes or dtypes differ; on `flex` also if a position is beyond the cache or the tables of
-/// RoPE. Kernels take such a position for the last; no other device checks it.
+/// If shapes or dtypes differ, except that a packed cache has none of the dtypes; on `flex` also if
+/// a position is beyond the cache or the tables of RoPE. Kernels take such a position for the last;
+/// no other device checks it.
 #[must_use]
 pub fn attention(
     queries: Tensor<4>,
@@ -81,37 +63,75 @@ pub fn attention(
         "attention: {heads} query heads are not a multiple of {kv_heads} heads of keys"
     );
     assert_eq!(2 * positions.pairs(), head_dim, "attention: head_dim of RoPE");
-    if let Some(cache) = &cache {
-        let [_, _, capacity, _] = cache.keys.dims();
-        let shape = [batch, kv_heads, capacity, head_dim];
-        assert_eq!(cache.keys.dims(), shape, "attention: shape of the cached keys");
-        assert_eq!(cache.values.dims(), shape, "attention: shape of the cached values");
-        let dtypes = [cache.keys.dtype(), cache.values.dtype()];
-        assert_eq!(dtypes, [keys.dtype(), values.dtype()], "attention: dtypes of the cache");
-    }
     let dtypes = [queries.dtype(), keys.dtype(), values.dtype()];
+    if let Some(cache) = &cache {
+        let [_, _, capacity, _] = cache.dims();
+        let shape = [batch, kv_heads, capacity, head_dim];
+        assert_eq!(cache.dims(), shape, "attention: shape of the cached keys");
+        if let KvCache::Dense { keys: cached_keys, values: cached_values } = cache {
+            assert_eq!(cached_values.dims(), shape, "attention: shape of the cached values");
+            let cached = [cached_keys.dtype(), cached_values.dtype()];
+            assert_eq!(cached, [keys.dtype(), values.dtype()], "attention: dtypes of the cache");
+        }
+    }
     let device = queries.device();
-    let capacity = cache.as_ref().map_or(tokens, |cache| cache.keys.dims()[2]);
+    let capacity = cache.as_ref().map_or(tokens, |cache| cache.dims()[2]);
     let shape = AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
-    if !attends_to(&device, dtypes, &shape, positions.count()) {
+    let format = cache.as_ref().and_then(KvCache::format);
+    if !attends_to(&device, dtypes, &shape, positions.count(), format) {
         return by_tensor_operations(queries, keys, values, cache, positions);
     }
-    let shape = [batch, kv_heads, tokens, head_dim];
-    let zeros = || Tensor::zeros(shape, (&device, queries.dtype()));
-    let cache = cache.unwrap_or_else(|| KvCache { keys: zeros(), values: zeros() });
-    let (output, keys, values) = Dispatch::decoder_attention(
-        queries.into_dispatch(),
-        keys.into_dispatch(),
-        values.into_dispatch(),
-        cache.keys.into_dispatch(),
-        cache.values.into_dispatch(),
-        positions.cos.clone().into_dispatch(),
-        positions.sin.clone().into_dispatch(),
-        positions.positions.clone().into_dispatch(),
-    );
-    let [keys, values] = [keys, values].map(Tensor::from_dispatch);
+    let cache = cache.unwrap_or_else(|| {
+        let zeros = || Tensor::zeros([batch, kv_heads, tokens, head_dim], (&device, dtypes[0]));
+        KvCache::Dense { keys: zeros(), values: zeros() }
+    });
+    let [queries, keys, values] = [queries, keys, values].map(Tensor::into_dispatch);
+    let [cos, sin] = [&positions.cos, &positions.sin].map(|table| table.clone().into_dispatch());
+    let positions = positions.positions.clone().into_dispatch();
+    let (output, cache) = match cache {
+        KvCache::Dense { keys: cached_keys, values: cached_values } => {
+            let [cached_keys, cached_values] =
+                [cached_keys, cached_values].map(Tensor::into_dispatch);
+            let (output, keys, values) = Dispatch::decoder_attention(
+                queries,
+                keys,
+                values,
+                cached_keys,
+                cached_values,
+                cos,
+                sin,
+                positions,
+            );
+            let [keys, values] = [keys, values].map(Tensor::from_dispatch);
+            (output, KvCache::Dense { keys, values })
+        }
+        KvCache::Packed { format, keys: cached_keys, values: cached_values } => {
+            let (output, key_codes, key_scales, value_codes, value_scales) =
+                Dispatch::decoder_packed_attention(
+                    queries,
+                    keys,
+                    values,
+                    cached_keys.codes.into_dispatch(),
+                    cached_keys.scales.into_dispatch(),
+                    cached_values.codes.into_dispatch(),
+                    cached_values.scales.into_dispatch(),
+                    cos,
+                    sin,
+                    positions,
+                    format,
+                );
+            let [keys, values] =
+                [(key_codes, key_scales), (value_codes, value_scales)].map(|(codes, scales)| {
+                    PackedHeads {
+                        codes: Tensor::from_dispatch(codes),
+                        scales: Tensor::from_dispatch(scales),
+                    }
+                });
+            (output, KvCache::Packed { format, keys, values })
+        }
+    };
     let output = Tensor::<4>::from_dispatch(output);
-    (output.reshape([batch, tokens, heads * head_dim]), KvCache { keys, values })
+    (output.reshape([batch, tokens, heads * head_dim]), cache)
 }
 
 /// Computes [`attention`] on any device.
@@ -123,25 +143,27 @@ fn by_tensor_operations(
     positions: &Positions,
 ) -> (Tensor<3>, KvCache) {
     let rows = positions.rows();
+    let format = cache.as_ref().and_then(KvCache::format);
     let [batch, count, num_heads, head_dim] = queries.dims();
     let [_, _, num_key_value_heads, _] = keys.dims();
     let values = values.swap_dims(1, 2);
-    let [queries, keys] = rows.rotate([queries, keys]);
-    let [keys, values] = match cache {
-        None => [keys, values],
-        Some(cache) => {
-            let update = |cached: Tensor<4>, new| {
-                let positions = positions.positions.clone();
-                cached.select_assign(2, positions, new, IndexingUpdateOp::Assign)
-            };
-            [update(cache.keys, keys), update(cache.values, values)]
-        }
+    let [mut queries, mut keys] = rows.rotate([queries, keys]);
+    if format.is_some_and(KvFormat::transforms_keys) {
+        let transformed = |heads: Tensor<4>| {
+            hadamard(heads, 3, Hadamard::with_signs(0)).expect("blocks of 16 divide the heads")
+        };
+        // Rounded once, to codes.
+        (queries, keys) = (transformed(queries), transformed(keys.cast(DType::F32)));
+    }
+    let (cache, [keys, values]) = match cache {
+        None => (KvCache::Dense { keys: keys.clone(), values: values.clone() }, [keys, values]),
+        Some(cache) => cache.update([keys, values], &positions.positions),
     };
 
     // Queries that share a key head are rows of one product: keys are not repeated.
     let queries_of_head = num_heads / num_key_value_heads * count;
     let queries = queries.reshape([batch, num_key_value_heads, queries_of_head, head_dim]);
-    let attn_weights = queries.matmul(keys.clone().swap_dims(2, 3));
+    let attn_weights = queries.matmul(keys.swap_dims(2, 3));
     let [_, _, _, key_count] = attn_weights.dims();
     let attn_weights = attn_weights.reshape([batch, num_heads, count, key_count]);
     let dtype = attn_weights.dtype();
@@ -152,8 +174,8 @@ fn by_tensor_operations(
     let attn_weights = softmax(attn_weights.cast(DType::F32), 3).cast(dtype);
     let attn_weights =
         attn_weights.reshape([batch, num_key_value_heads, queries_of_head, key_count]);
-    let output = attn_weights.matmul(values.clone());
+    let output = attn_weights.matmul(values);
     let output = output.reshape([batch, num_heads, count, head_dim]);
     let output = output.swap_dims(1, 2).reshape([batch, count, num_heads * head_dim]);
-    (output, KvCache { keys, values })
+    (output, cache)
 }

@@ -15,7 +15,7 @@ use burn::tensor::Tensor;
 use burn::tensor::{DType, Device};
 #[cfg(feature = "cube")]
 use burn_fp4_cubecl::{MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, check_attention, check_prefill};
-use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM};
+use burn_fp4_search::host::{AttentionShape, KvFormat, MAX_HEAD_DIM};
 #[cfg(feature = "cube")]
 use burn_fp4_search::host::{SampleOptions, View};
 
@@ -135,22 +135,25 @@ pub(crate) fn samples(logits: &Tensor<2>) -> bool {
         && rows * vocab_size <= View::MAX_LEN
 }
 
-/// Returns true if one operation of a device attends to a KV cache of a shape, with rotations of
-/// `positions` positions, in tensors of these dtypes.
+/// Returns true if one operation of a device attends to a KV cache of a shape and a format, with
+/// rotations of `positions` positions, in tensors of these dtypes.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub(crate) fn attends_to<const N: usize>(
     device: &Device,
     dtypes: [DType; N],
     shape: &AttentionShape,
     positions: usize,
+    format: Option<KvFormat>,
 ) -> bool {
     match decoder_code(device, dtypes) {
         #[cfg(feature = "cube")]
-        Some(DecoderCode::Kernels) if shape.tokens == 1 => {
-            check_attention(shape, positions).is_ok()
+        Some(DecoderCode::Kernels) => {
+            let capability = cube_device(device)
+                .and_then(|device| decoder_capability(&device, &device.client(), dtypes[0]));
+            let packs = || capability.is_some_and(|found| found.check_packed_kv().is_ok());
+            let check = if shape.tokens == 1 { check_attention } else { check_prefill };
+            (format.is_none() || packs()) && check(shape, positions).is_ok()
         }
-        #[cfg(feature = "cube")]
-        Some(DecoderCode::Kernels) => check_prefill(shape, positions).is_ok(),
         code => {
             let has_positions = shape.capacity > 0 && positions > 0;
             code.is_some() && has_positions && shape.head_dim <= MAX_HEAD_DIM
@@ -209,6 +212,24 @@ pub(crate) trait DecoderBackend: Backend {
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+
+    /// Computes [`decoder_attention`](Self::decoder_attention) with a packed cache: the outputs,
+    /// and the codes and scales of keys and of values.
+    #[allow(clippy::too_many_arguments, clippy::type_complexity)]
+    #[fusion(meta = packed_attention_metadata)]
+    fn decoder_packed_attention(
+        queries: FloatTensor<Self>,
+        keys: FloatTensor<Self>,
+        values: FloatTensor<Self>,
+        key_codes: IntTensor<Self>,
+        key_scales: IntTensor<Self>,
+        value_codes: IntTensor<Self>,
+        value_scales: IntTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        format: KvFormat,
+    ) -> (FloatTensor<Self>, IntTensor<Self>, IntTensor<Self>, IntTensor<Self>, IntTensor<Self>);
 }
 
 /// Chooses tokens in kernels. Callers check shapes, the dtype and the device.
@@ -257,4 +278,25 @@ fn attention_metadata(
     _positions: &TensorSpec,
 ) -> (TensorSpec, TensorSpec, TensorSpec) {
     (queries.clone(), key_cache.clone(), value_cache.clone())
+}
+
+/// Returns the outputs of [`DecoderBackend::decoder_packed_attention`].
+#[cfg(feature = "cube")]
+#[allow(clippy::too_many_arguments)]
+fn packed_attention_metadata(
+    queries: &TensorSpec,
+    _keys: &TensorSpec,
+    _values: &TensorSpec,
+    key_codes: &TensorSpec,
+    key_scales: &TensorSpec,
+    value_codes: &TensorSpec,
+    value_scales: &TensorSpec,
+    _cos: &TensorSpec,
+    _sin: &TensorSpec,
+    _positions: &TensorSpec,
+    _format: &KvFormat,
+) -> (TensorSpec, TensorSpec, TensorSpec, TensorSpec, TensorSpec) {
+    let [key_codes, key_scales] = [key_codes, key_scales].map(TensorSpec::clone);
+    let [value_codes, value_scales] = [value_codes, value_scales].map(TensorSpec::clone);
+    (queries.clone(), key_codes, key_scales, value_codes, value_scales)
 }

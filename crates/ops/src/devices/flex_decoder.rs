@@ -2,10 +2,11 @@
 
 use burn::backend::Flex;
 use burn::backend::ops::IntTensorOps;
-use burn::tensor::{DType, Shape, read_sync};
+use burn::tensor::{DType, Element, Shape, read_sync};
 use burn_flex::FlexTensor;
 use burn_fp4_search::Activations;
-use burn_fp4_search::host::{self, AttentionShape, Int8Weight, Rotary};
+use burn_fp4_search::host::{self, AttentionShape, Int8Weight, KvFormat, KvMut, Rotary};
+use bytemuck::Pod;
 
 use super::decoder::{DecoderBackend, HostDecoderBackend};
 
@@ -65,28 +66,66 @@ impl DecoderBackend for Flex {
         sin: FlexTensor,
         positions: FlexTensor,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
-        let [batch, tokens, heads, head_dim] = dims(&queries);
-        let [_, _, kv_heads, _] = dims(&keys);
         let [_, _, capacity, _] = dims(&key_cache);
-        let shape = AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
-        let positions = read_sync(Flex::int_into_data(positions)).expect("memory of the host");
-        let position = |at: i64| usize::try_from(at).expect("attention: a position is negative");
-        let positions: Vec<_> = positions.iter::<i64>().map(position).collect();
-        let (mut queries, keys) = (contiguous(queries), contiguous(keys));
-        let new_values = contiguous(new_values);
-        let (mut key_cache, mut value_cache) = (contiguous(key_cache), contiguous(value_cache));
-        let (cos, sin) = (contiguous(cos), contiguous(sin));
-        host::attention(
-            values_mut(&mut queries),
-            [values(&keys), values(&new_values)],
-            [values_mut(&mut key_cache), values_mut(&mut value_cache)],
-            Rotary { cos: values(&cos), sin: values(&sin) },
-            &positions,
-            shape,
-        )
-        .unwrap_or_else(|error| panic!("attention: {error}"));
+        let [mut key_cache, mut value_cache] = [key_cache, value_cache].map(contiguous);
+        let cache = [&mut key_cache, &mut value_cache].map(|cache| KvMut::Dense(values_mut(cache)));
+        let queries = attend([queries, keys, new_values], cache, capacity, [cos, sin], positions);
         (queries, key_cache, value_cache)
     }
+
+    fn decoder_packed_attention(
+        queries: FlexTensor,
+        keys: FlexTensor,
+        new_values: FlexTensor,
+        key_codes: FlexTensor,
+        key_scales: FlexTensor,
+        value_codes: FlexTensor,
+        value_scales: FlexTensor,
+        cos: FlexTensor,
+        sin: FlexTensor,
+        positions: FlexTensor,
+        format: KvFormat,
+    ) -> (FlexTensor, FlexTensor, FlexTensor, FlexTensor, FlexTensor) {
+        let [_, _, capacity, _] = dims(&key_codes);
+        let mut keys_in_cache = [key_codes, key_scales].map(contiguous);
+        let mut values_in_cache = [value_codes, value_scales].map(contiguous);
+        let cache = [&mut keys_in_cache, &mut values_in_cache].map(|parts| {
+            let [codes, scales] = parts.each_mut().map(values_mut);
+            KvMut::Packed { format, codes, scales }
+        });
+        let queries = attend([queries, keys, new_values], cache, capacity, [cos, sin], positions);
+        let ([key_codes, key_scales], [value_codes, value_scales]) =
+            (keys_in_cache, values_in_cache);
+        (queries, key_codes, key_scales, value_codes, value_scales)
+    }
+}
+
+/// Attends from new tokens to a cache, which they join. Returns the outputs.
+fn attend(
+    [queries, keys, new_values]: [FlexTensor; 3],
+    cache: [KvMut<'_>; 2],
+    capacity: usize,
+    rotary: [FlexTensor; 2],
+    positions: FlexTensor,
+) -> FlexTensor {
+    let [batch, tokens, heads, head_dim] = dims(&queries);
+    let [_, _, kv_heads, _] = dims(&keys);
+    let shape = AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
+    let positions = read_sync(Flex::int_into_data(positions)).expect("memory of the host");
+    let position = |at: i64| usize::try_from(at).expect("attention: a position is negative");
+    let positions: Vec<_> = positions.iter::<i64>().map(position).collect();
+    let [mut queries, keys, new_values] = [queries, keys, new_values].map(contiguous);
+    let [cos, sin] = rotary.map(contiguous);
+    host::attention(
+        values_mut(&mut queries),
+        [values(&keys), values(&new_values)],
+        cache,
+        Rotary { cos: values(&cos), sin: values(&sin) },
+        &positions,
+        shape,
+    )
+    .unwrap_or_else(|error| panic!("attention: {error}"));
+    queries
 }
 
 /// Multiplies by the transpose of a matrix of signed bytes.
@@ -140,7 +179,7 @@ fn values(contiguous: &FlexTensor) -> &[f32] {
 }
 
 /// Borrows the values of a contiguous tensor for writing; copies them if others hold them.
-fn values_mut(contiguous: &mut FlexTensor) -> &mut [f32] {
+fn values_mut<T: Element + Pod>(contiguous: &mut FlexTensor) -> &mut [T] {
     let (start, end) = contiguous.layout().contiguous_offsets().expect(CHECKED);
     &mut contiguous.storage_mut()[start..end]
 }

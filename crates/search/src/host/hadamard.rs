@@ -50,6 +50,23 @@ pub fn hadamard<T: HostElement, U: HostElement>(
     Ok(())
 }
 
+/// Transforms each 16 neighbours without signs, with the bits of [`hadamard`] and the instructions
+/// of the caller.
+#[inline(always)]
+pub(super) fn transform_sixteens(values: &mut [f32]) {
+    for block in values.as_chunks_mut::<16>().0 {
+        let mut sums = [0.0f32; 16];
+        for (term, value) in block.iter().enumerate() {
+            for (at, sum) in sums.iter_mut().enumerate() {
+                let factor = if (term & at).count_ones() % 2 == 1 { -0.25 } else { 0.25 };
+                // Exact, fused or not.
+                *sum += value * factor;
+            }
+        }
+        *block = sums;
+    }
+}
+
 /// Whole groups of lines of `inner` values.
 struct Transform<'a, T, U> {
     values: &'a [T],
@@ -242,6 +259,11 @@ mod tests {
                 let expected = terms.sum::<f32>() * transform.scale();
                 assert_eq!(output[place(row, at)], expected, "{transform:?} {view:?} {row} {at}");
             }
+        }
+        if transform == Hadamard::with_signs(0) && view.inner == 1 {
+            let mut sixteens = values.clone();
+            transform_sixteens(&mut sixteens);
+            assert_eq!(sixteens, output);
         }
         let mut back = vec![0.0f32; view.len()];
         hadamard(&output, view, transform, true, &mut back).unwrap();

@@ -59,8 +59,9 @@ mod threads;
 mod tile_reduce;
 
 pub use decoder::{
-    AttentionShape, MAX_HEAD_DIM, Rotary, SampleOptions, add_rms_norm, attention, gemv, gemv_rows,
-    rms_norm, sample, swiglu,
+    AttentionShape, FP8_BINADES, KV_BLOCK, KvFormat, KvMut, MAX_HEAD_DIM, Rotary, SampleOptions,
+    add_rms_norm, attention, dequantize_heads, gemv, gemv_rows, quantize_heads, rms_norm, sample,
+    swiglu,
 };
 pub use dense::{HostElement, View};
 pub use dequantize::{PackedView, dequantize, squared_error};

@@ -6,10 +6,10 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::{
-    AttentionHandles, Capability, Refusal, argmax, attend, attention_weights, dense_gemv,
-    int8_gemv, rms_norm, rotate_into_cache, sample,
+    AttentionHandles, Capability, PackedKv, Refusal, argmax, attend, attention_weights, dense_gemv,
+    dequantize_heads, int8_gemv, rms_norm, rotate_into_cache, sample,
 };
-use burn_fp4_search::host::{AttentionShape, SampleOptions};
+use burn_fp4_search::host::{AttentionShape, KvFormat, SampleOptions};
 
 use super::device::{decoder_capability, kernel_dtype, output_tensor};
 use super::{deterministic, queues};
@@ -83,48 +83,101 @@ impl DecoderBackend for CubeBackend {
         sin: CubeTensor,
         positions: CubeTensor,
     ) -> (CubeTensor, CubeTensor, CubeTensor) {
-        let [batch, tokens, heads, head_dim] = queries.meta.shape().dims();
-        let [_, _, kv_heads, _] = keys.meta.shape().dims();
-        let [_, _, capacity, _] = key_cache.meta.shape().dims();
-        let shape = AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
-        let [rows, _] = cos.meta.shape().dims();
-        let [key_cache, value_cache] = [key_cache, value_cache].map(writable);
-        let queries = into_contiguous(queries);
-        let positions = into_contiguous(Self::int_cast(positions, IntDType::I32)).handle;
-        let handle = |tensor: CubeTensor| into_contiguous(tensor).handle;
-        let operands = AttentionHandles {
-            queries: queries.handle.clone(),
-            keys: handle(keys),
-            values: handle(values),
-            key_cache: key_cache.handle.clone(),
-            value_cache: value_cache.handle.clone(),
-            cos: handle(cos),
-            sin: handle(sin),
-            position: positions.clone(),
-        };
-        let dtype = kernel_dtype(queries.dtype);
-        let (client, capability) = (&queries.client, decoder(&queries));
-        let tensor = |handle, shape: [usize; 4]| {
-            output_tensor(&queries, handle, Shape::new(shape), queries.dtype)
-        };
-        if tokens == 1 {
-            let output = attend(client, &capability, operands, shape, rows, dtype);
-            queues::submit_launches(&queries.device);
-            let output = tensor(output.expect(CHECKED), [batch, tokens, heads, head_dim]);
-            return (output, key_cache, value_cache);
-        }
-        // Queries that share a key head are rows of one matmul.
-        let of_key_head = |channels| [batch, kv_heads, heads / kv_heads * tokens, channels];
-        let rotated = rotate_into_cache(client, &capability, operands, shape, rows, dtype);
-        let rotated = tensor(rotated.expect(CHECKED), of_key_head(head_dim));
-        let scores = deterministic::matmul(rotated, Self::float_swap_dims(key_cache.clone(), 2, 3));
-        let scores = into_contiguous(scores).handle;
-        let weights = attention_weights(client, &capability, scores, positions, shape, rows, dtype);
-        let weights = tensor(weights.expect(CHECKED), of_key_head(capacity));
-        let output = into_contiguous(deterministic::matmul(weights, value_cache.clone())).handle;
-        let output = tensor(output, [batch, heads, tokens, head_dim]);
-        (into_contiguous(Self::float_swap_dims(output, 1, 2)), key_cache, value_cache)
+        let cache = [key_cache, value_cache].map(writable);
+        let output = attend_to(&cache, None, [queries, keys, values], [cos, sin], positions);
+        let [key_cache, value_cache] = cache;
+        (output, key_cache, value_cache)
     }
+
+    fn decoder_packed_attention(
+        queries: CubeTensor,
+        keys: CubeTensor,
+        values: CubeTensor,
+        key_codes: CubeTensor,
+        key_scales: CubeTensor,
+        value_codes: CubeTensor,
+        value_scales: CubeTensor,
+        cos: CubeTensor,
+        sin: CubeTensor,
+        positions: CubeTensor,
+        format: KvFormat,
+    ) -> (CubeTensor, CubeTensor, CubeTensor, CubeTensor, CubeTensor) {
+        let cache = [key_codes, value_codes].map(writable);
+        let [key_scales, value_scales] = [key_scales, value_scales].map(writable);
+        let packed = PackedKv {
+            format,
+            key_scales: key_scales.handle.clone(),
+            value_scales: value_scales.handle.clone(),
+        };
+        let output =
+            attend_to(&cache, Some(packed), [queries, keys, values], [cos, sin], positions);
+        let [key_codes, value_codes] = cache;
+        (output, key_codes, key_scales, value_codes, value_scales)
+    }
+}
+
+/// Attends from new tokens to a cache, which they join; `packed` belongs to its codes. Returns the
+/// outputs.
+fn attend_to(
+    cache: &[CubeTensor; 2],
+    packed: Option<PackedKv>,
+    [queries, keys, values]: [CubeTensor; 3],
+    [cos, sin]: [CubeTensor; 2],
+    positions: CubeTensor,
+) -> CubeTensor {
+    let [batch, tokens, heads, head_dim] = queries.meta.shape().dims();
+    let [_, _, kv_heads, _] = keys.meta.shape().dims();
+    let [_, _, capacity, _] = cache[0].meta.shape().dims();
+    let shape = AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
+    let [rows, _] = cos.meta.shape().dims();
+    let queries = into_contiguous(queries);
+    let positions = into_contiguous(CubeBackend::int_cast(positions, IntDType::I32)).handle;
+    let handle = |tensor: CubeTensor| into_contiguous(tensor).handle;
+    let [key_cache, value_cache] = cache.each_ref().map(|cache| cache.handle.clone());
+    let operands = AttentionHandles {
+        queries: queries.handle.clone(),
+        keys: handle(keys),
+        values: handle(values),
+        key_cache,
+        value_cache,
+        packed: packed.clone(),
+        cos: handle(cos),
+        sin: handle(sin),
+        position: positions.clone(),
+    };
+    let dtype = kernel_dtype(queries.dtype);
+    let (client, capability) = (&queries.client, decoder(&queries));
+    let tensor = |handle, shape: [usize; 4]| {
+        output_tensor(&queries, handle, Shape::new(shape), queries.dtype)
+    };
+    if tokens == 1 {
+        let output = attend(client, &capability, operands, shape, rows, dtype);
+        queues::submit_launches(&queries.device);
+        return tensor(output.expect(CHECKED), [batch, tokens, heads, head_dim]);
+    }
+    // Queries that share a key head are rows of one matmul.
+    let of_key_head = |channels| [batch, kv_heads, heads / kv_heads * tokens, channels];
+    let rotated = rotate_into_cache(client, &capability, operands, shape, rows, dtype);
+    let rotated = tensor(rotated.expect(CHECKED), of_key_head(head_dim));
+    let [key_cache, value_cache] = match packed {
+        None => cache.clone(),
+        Some(PackedKv { format, key_scales, value_scales }) => {
+            let [codes_of_keys, codes_of_values] = cache;
+            [(codes_of_keys, key_scales), (codes_of_values, value_scales)].map(|(codes, scales)| {
+                let form = [batch * kv_heads * capacity, head_dim];
+                let codes = [codes.handle.clone(), scales];
+                let dense = dequantize_heads(client, &capability, codes, format, form, dtype);
+                tensor(dense.expect(CHECKED), [batch, kv_heads, capacity, head_dim])
+            })
+        }
+    };
+    let keys = CubeBackend::float_swap_dims(key_cache, 2, 3);
+    let scores = into_contiguous(deterministic::matmul(rotated, keys)).handle;
+    let weights = attention_weights(client, &capability, scores, positions, shape, rows, dtype);
+    let weights = tensor(weights.expect(CHECKED), of_key_head(capacity));
+    let output = into_contiguous(deterministic::matmul(weights, value_cache)).handle;
+    let output = tensor(output, [batch, heads, tokens, head_dim]);
+    into_contiguous(CubeBackend::float_swap_dims(output, 1, 2))
 }
 
 impl SampleBackend for CubeBackend {

@@ -14,6 +14,7 @@ pub(crate) mod dequantize;
 mod element;
 mod floats;
 mod four_over_six;
+pub(crate) mod fp8_heads;
 pub(crate) mod gram;
 pub(crate) mod hadamard;
 pub(crate) mod on_host;

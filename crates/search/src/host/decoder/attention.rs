@@ -6,9 +6,11 @@ use burn_fp4_formats::check_length;
 use pulp::{Simd, WithSimd};
 
 use super::exp::exp;
+use super::kv_cache::{Kv, KvMut};
 use crate::error::SearchError;
 use crate::host::arch::arch;
 use crate::host::dots::dots;
+use crate::host::hadamard::transform_sixteens;
 use crate::host::threads::{Work, for_each_chunk, per_microsecond};
 
 /// Largest `head_dim`: heads of a task are on its stack.
@@ -65,14 +67,14 @@ impl Rotary<'_> {
 /// `queries` are `[batch, tokens, heads, head_dim]` and are replaced by the outputs; `keys` and
 /// `values` are `[batch, tokens, kv_heads, head_dim]`; `cache` holds rotated keys and values,
 /// `[batch, kv_heads, capacity, head_dim]`, and receives the new ones at `positions`, one for each
-/// token. A query reads all positions up to its own.
+/// token. A query reads all positions up to its own as the cache holds them, new ones too.
 ///
 /// # Errors
 /// A slice of the wrong length, or a position beyond the cache or the tables.
 pub fn attention(
     queries: &mut [f32],
     [keys, values]: [&[f32]; 2],
-    [key_cache, value_cache]: [&mut [f32]; 2],
+    mut cache: [KvMut<'_>; 2],
     rotary: Rotary<'_>,
     positions: &[usize],
     shape: AttentionShape,
@@ -85,8 +87,8 @@ pub fn attention(
     check_length("queries", of_tokens(heads), queries.len())?;
     check_length("keys", of_tokens(kv_heads), keys.len())?;
     check_length("values", of_tokens(kv_heads), values.len())?;
-    for cache in [&*key_cache, &*value_cache] {
-        check_length("KV cache", batch * kv_heads * capacity * head_dim, cache.len())?;
+    for cache in &cache {
+        cache.check(batch * kv_heads * capacity, head_dim)?;
     }
     let last = positions.iter().copied().max().unwrap_or(0);
     let room = capacity.min(2 * rotary.cos.len().min(rotary.sin.len()) / head_dim.max(1));
@@ -95,41 +97,87 @@ pub fn attention(
         return Ok(());
     }
 
-    let head = |head: usize, position: usize| (head * capacity + position) * head_dim;
+    let transforms = cache[0].transforms_keys();
+    let mut rotated = [0f32; MAX_HEAD_DIM];
+    let rotated = &mut rotated[..head_dim];
     let new = keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate();
     for (at, (key, value)) in new {
         let (token, kv_head) = (at / kv_heads, at % kv_heads);
         let position = positions[token % tokens];
-        let to = head(token / tokens * kv_heads + kv_head, position);
-        rotary.rotate(position, key, &mut key_cache[to..][..head_dim]);
-        value_cache[to..][..head_dim].copy_from_slice(value);
+        let to = (token / tokens * kv_heads + kv_head) * capacity + position;
+        rotary.rotate(position, key, rotated);
+        if transforms {
+            transform_sixteens(rotated);
+        }
+        let [keys, values] = &mut cache;
+        keys.write(to, rotated);
+        values.write(to, value);
     }
 
+    // Several tokens read the same heads: these are dequantized once.
+    let cached = cache.each_ref().map(KvMut::read);
+    let dense;
+    let (cached, capacity) = if cached[0].is_packed() && tokens > 1 {
+        dense = cached
+            .map(|cache| dequantized(cache, batch * kv_heads, [capacity, last + 1], head_dim));
+        (dense.each_ref().map(|values| Kv::Dense(values)), last + 1)
+    } else {
+        (cached, capacity)
+    };
     let group = heads / kv_heads;
-    let (key_cache, value_cache) = (&*key_cache, &*value_cache);
-    let task = |(): &mut (), at: usize, queries: &mut [f32]| {
+    let decodes = cached[0].is_packed();
+    let state = || [(); 2].map(|()| vec![0.0; if decodes { KEYS * head_dim } else { 0 }]);
+    let task = |decoded: &mut [Vec<f32>; 2], at: usize, queries: &mut [f32]| {
         let (token, kv_head) = (at / kv_heads, at % kv_heads);
         let position = positions[token % tokens];
-        let from = head(token / tokens * kv_heads + kv_head, 0);
-        let [keys, values] =
-            [key_cache, value_cache].map(|cache| &cache[from..][..(position + 1) * head_dim]);
-        arch().dispatch(QueryGroup { queries, keys, values, rotary, position, head_dim });
+        let first = (token / tokens * kv_heads + kv_head) * capacity;
+        arch().dispatch(QueryGroup {
+            queries,
+            cached,
+            first,
+            decoded,
+            rotary,
+            position,
+            head_dim,
+            transforms,
+        });
     };
     let read: usize = positions.iter().map(|position| position + 1).sum();
     let work = Work::new(2 * batch * heads * head_dim * read, per_microsecond::ATTENTION);
-    for_each_chunk(work, queries, group * head_dim, || (), task);
+    for_each_chunk(work, queries, group * head_dim, state, task);
     Ok(())
+}
+
+/// Dequantizes the first `count` of `capacity` positions of each key head.
+fn dequantized(
+    cache: Kv<'_>,
+    key_heads: usize,
+    [capacity, count]: [usize; 2],
+    head_dim: usize,
+) -> Vec<f32> {
+    let mut values = vec![0.0; key_heads * count * head_dim];
+    let work = Work::new(values.len(), per_microsecond::VALUES);
+    let task = |(): &mut (), head: usize, values: &mut [f32]| {
+        cache.heads(head * capacity, count, head_dim, values);
+    };
+    for_each_chunk(work, &mut values, count * head_dim, || (), task);
+    values
 }
 
 /// The query heads of a token that share a head of keys and values.
 struct QueryGroup<'a> {
     queries: &'a mut [f32],
-    /// Of all positions that the token reads.
-    keys: &'a [f32],
-    values: &'a [f32],
+    /// Keys and values.
+    cached: [Kv<'a>; 2],
+    /// Place of position 0 among the cached heads.
+    first: usize,
+    /// Room for [`KEYS`] dequantized keys and values.
+    decoded: &'a mut [Vec<f32>; 2],
     rotary: Rotary<'a>,
     position: usize,
     head_dim: usize,
+    /// True if the keys are transformed.
+    transforms: bool,
 }
 
 impl WithSimd for QueryGroup<'_> {
@@ -153,19 +201,26 @@ impl QueryGroup<'_> {
     /// Replaces `M` heads of queries by their outputs: softmax over chunks of keys, whose sums are
     /// scaled where a later chunk has a larger score.
     #[inline(always)]
-    fn attend<S: Simd, const M: usize>(&self, simd: S, queries: &mut [f32]) {
+    fn attend<S: Simd, const M: usize>(&mut self, simd: S, queries: &mut [f32]) {
         let dim = self.head_dim;
         let mut rotated = [[0f32; MAX_HEAD_DIM]; M];
         let scale = 1.0 / (dim as f32).sqrt();
         for (rotated, head) in rotated.iter_mut().zip(queries.chunks_exact(dim)) {
             self.rotary.rotate(self.position, head, &mut rotated[..dim]);
             rotated[..dim].iter_mut().for_each(|value| *value *= scale);
+            if self.transforms {
+                transform_sixteens(&mut rotated[..dim]);
+            }
         }
         let rotated: [&[f32]; M] = from_fn(|head| &rotated[head][..dim]);
         let mut outputs = [[0f32; MAX_HEAD_DIM]; M];
         let (mut largest, mut sums) = ([f32::NEG_INFINITY; M], [0f32; M]);
-        let chunks = self.keys.chunks(KEYS * dim).zip(self.values.chunks(KEYS * dim));
-        for (keys, values) in chunks {
+        let [cached_keys, cached_values] = self.cached;
+        let [decoded_keys, decoded_values] = &mut *self.decoded;
+        for start in (0..=self.position).step_by(KEYS) {
+            let (first, count) = (self.first + start, KEYS.min(self.position + 1 - start));
+            let keys = cached_keys.heads(first, count, dim, decoded_keys);
+            let values = cached_values.heads(first, count, dim, decoded_values);
             // Scores beyond the last key have no weight.
             let mut scores = [[f32::NEG_INFINITY; KEYS]; M];
             for (at, key) in keys.chunks_exact(dim).enumerate() {
@@ -247,6 +302,7 @@ fn add_values<S: Simd, const M: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::{KvFormat, dequantize_heads};
 
     fn values(len: usize, seed: usize) -> Vec<f32> {
         (0..len).map(|at| ((at + seed) * 37 % 1009) as f32 / 250.0 - 2.0).collect()
@@ -323,7 +379,7 @@ mod tests {
             let (mut key_cache, mut value_cache) = (empty(), empty());
             let positions: Vec<usize> = (0..tokens).collect();
             let mut found = queries.clone();
-            let cache = [&mut key_cache[..], &mut value_cache[..]];
+            let cache = [&mut key_cache, &mut value_cache].map(|cache| KvMut::Dense(cache));
             attention(&mut found, [&keys, &new_values], cache, rotary, &positions, shape).unwrap();
             for (found, expected) in found.iter().zip(&expected) {
                 assert!((f64::from(*found) - expected).abs() < 1e-4, "{shape:?}");
@@ -337,17 +393,105 @@ mod tests {
             for token in 0..tokens {
                 let mut queries = of_token(&queries, heads, token);
                 let new = [&keys, &new_values].map(|all| of_token(all, kv_heads, token));
-                let cache = [&mut key_cache[..], &mut value_cache[..]];
+                let cache = [&mut key_cache, &mut value_cache].map(|cache| KvMut::Dense(cache));
                 let one = AttentionShape { tokens: 1, ..shape };
                 attention(&mut queries, [&new[0], &new[1]], cache, rotary, &[token], one).unwrap();
                 assert_eq!(queries, of_token(&found, heads, token), "{shape:?}, token {token}");
             }
-            let (mut queries, cache) = (queries, [&mut key_cache[..], &mut value_cache[..]]);
+            let mut queries = queries;
+            let cache = [&mut key_cache, &mut value_cache].map(|cache| KvMut::Dense(cache));
             let beyond: Vec<usize> = (4..tokens + 4).collect();
             assert!(
                 attention(&mut queries, [&keys, &new_values], cache, rotary, &beyond, shape)
                     .is_err()
             );
+        }
+    }
+
+    /// Attends to a packed cache as to the dense one of its values, token by token and at once.
+    #[test]
+    fn packed_caches_are_attended_to_as_their_values() {
+        let shape = AttentionShape {
+            batch: 2,
+            tokens: 1,
+            heads: 6,
+            kv_heads: 2,
+            head_dim: 32,
+            capacity: KEYS + 9,
+        };
+        let AttentionShape { batch, heads, kv_heads, head_dim, capacity, .. } = shape;
+        let angles = (0..capacity * head_dim / 2).map(|at| at as f32 * 0.01);
+        let (sin, cos): (Vec<_>, Vec<_>) = angles.map(f32::sin_cos).unzip();
+        let rotary = Rotary { cos: &cos, sin: &sin };
+        let cached = batch * kv_heads * capacity;
+        for format in KvFormat::ALL {
+            let [code_bytes, scale_bytes] = format.bytes_of_head(head_dim);
+            let mut codes = [(); 2].map(|()| vec![0; cached * code_bytes]);
+            let mut scales = [(); 2].map(|()| vec![0; cached * scale_bytes]);
+            let mut first = 0;
+            for tokens in [KEYS, 1, 3, 1] {
+                let shape = AttentionShape { tokens, ..shape };
+                let new = |heads: usize, seed| values(batch * tokens * heads * head_dim, seed);
+                let (mut found, keys) = (new(heads, first + 1), new(kv_heads, first + 5));
+                let (mut expected, new_values) = (found.clone(), new(kv_heads, first + 11));
+                let positions: Vec<_> = (first..first + tokens).collect();
+                let [key_codes, value_codes] = &mut codes;
+                let [key_scales, value_scales] = &mut scales;
+                let cache = [(key_codes, key_scales), (value_codes, value_scales)]
+                    .map(|(codes, scales)| KvMut::Packed { format, codes, scales });
+                let new = [&keys[..], &new_values];
+                attention(&mut found, new, cache, rotary, &positions, shape).unwrap();
+
+                // The definition: each token attends to the dense values of the positions so far.
+                let mut dense = [0, 1].map(|of| {
+                    let mut dense = vec![0.0; cached * head_dim];
+                    let (codes, scales) = (&codes[of], &scales[of]);
+                    dequantize_heads(codes, scales, head_dim, format, &mut dense).unwrap();
+                    dense
+                });
+                for (at, position) in positions.iter().enumerate() {
+                    let of_token = |all: &[f32], heads: usize| -> Vec<f32> {
+                        let all = all.chunks_exact(heads * head_dim);
+                        all.skip(at).step_by(tokens).flatten().copied().collect()
+                    };
+                    let mut queries = of_token(&expected, heads);
+                    rotate_all(&mut queries, rotary, *position, head_dim);
+                    if format.transforms_keys() {
+                        transform_sixteens(&mut queries);
+                    }
+                    // Writes the token's own key and value as the cache holds them: turned back.
+                    let own = [0, 1].map(|of| {
+                        let heads = dense[of].chunks_exact(head_dim);
+                        let heads = heads.skip(*position).step_by(capacity);
+                        heads.flatten().copied().collect::<Vec<_>>()
+                    });
+                    let still = [vec![1.0; cos.len()], vec![0.0; sin.len()]];
+                    let [cos, sin] = &still;
+                    let [keys, values] = &mut dense;
+                    let cache = [KvMut::Dense(keys), KvMut::Dense(values)];
+                    let (new, one) =
+                        ([&own[0][..], &own[1]], AttentionShape { tokens: 1, ..shape });
+                    let still = Rotary { cos, sin };
+                    attention(&mut queries, new, cache, still, &[*position], one).unwrap();
+                    for (row, query) in queries.chunks_exact(heads * head_dim).enumerate() {
+                        let to = (row * tokens + at) * heads * head_dim;
+                        expected[to..to + heads * head_dim].copy_from_slice(query);
+                    }
+                }
+                // Queries are scaled before or after their transform.
+                let near = |(found, expected): (&f32, &f32)| (found - expected).abs() < 1e-5;
+                let near = found.iter().zip(&expected).all(near);
+                assert!(near, "{format:?}, {tokens} tokens at {first}");
+                first += tokens;
+            }
+        }
+    }
+
+    /// Rotates all heads by a position.
+    fn rotate_all(heads: &mut [f32], rotary: Rotary<'_>, position: usize, head_dim: usize) {
+        for head in heads.chunks_exact_mut(head_dim) {
+            let before = head.to_vec();
+            rotary.rotate(position, &before, head);
         }
     }
 }

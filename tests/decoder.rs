@@ -368,6 +368,27 @@ struct PackedCache {
 }
 
 impl PackedCache {
+    /// Makes a cache of random codes with scales of 1, so that a stray write is seen.
+    fn random(
+        client: &Client,
+        random: &mut Random,
+        format: host::KvFormat,
+        heads: usize,
+        head_dim: usize,
+    ) -> Self {
+        let [code_bytes, scale_bytes] = format.bytes_of_head(head_dim);
+        // No code of E4M3 is NaN without the bits 3 and 7.
+        let codes = (0..heads * code_bytes).map(|_| random.bits() as u8 & 0x77);
+        let codes: Vec<u8> = codes.collect();
+        let one = if format == host::KvFormat::Fp8 { 127 } else { 0x38 };
+        let scales = vec![one; heads * scale_bytes];
+        let mut values = vec![0.0; heads * head_dim];
+        host::dequantize_heads(&codes, &scales, head_dim, format, &mut values)
+            .expect("whole blocks");
+        let [codes, scales] = [codes, scales].map(|bytes| client.create_from_slice(&bytes));
+        Self { codes, scales, values }
+    }
+
     /// Compares new heads `[batch, tokens, kv_heads, head_dim]`, from position `place` on, with
     /// those that the host quantizes, and keeps their values.
     fn check_written(
@@ -418,26 +439,29 @@ fn packed_kv_caches_hold_the_bits_of_the_host_and_are_attended_to_as_their_value
         let fast = capability.plane > 1;
         let shapes: &[_] = match fast {
             false => &[(1, 2, 1, 16, 20), (2, 4, 2, 32, 12)],
-            true => &[(2, 4, 2, 16, 150), (1, 9, 3, 64, 300), (3, 32, 8, 128, 700)],
+            true => &[
+                (2, 4, 2, 16, 150),
+                (1, 9, 3, 64, 300),
+                (3, 32, 8, 128, 700),
+                (1, 18, 1, 48, 300),
+                (2, 14, 2, 80, 300),
+            ],
         };
         let cases =
             shapes.iter().flat_map(|shape| host::KvFormat::ALL.map(|format| (shape, format)));
         for (at, (&(batch, heads, kv_heads, head_dim, capacity), format)) in cases.enumerate() {
             let shape =
                 host::AttentionShape { batch, tokens: 1, heads, kv_heads, head_dim, capacity };
-            let dtype = kernel_dtype(device.dtype(DTYPES[at % 3]));
+            let dtype = kernel_dtype(device.dtype(DTYPES[(at + at / 3) % 3]));
             let angles = capacity * head_dim / 2;
             let (cos, sin) = (vec![1.0; angles], vec![0.0; angles]);
             let exact = ExactAttention { shape, cos: &cos, sin: &sin };
-            let [code_bytes, scale_bytes] = format.bytes_of_head(head_dim);
             let cached = batch * kv_heads * capacity;
-            let mut caches = [(); 2].map(|()| PackedCache {
-                codes: client.create_from_slice(&vec![0; cached * code_bytes]),
-                scales: client.create_from_slice(&vec![0; cached * scale_bytes]),
-                values: vec![0.0; cached * head_dim],
-            });
-            let tokens: &[usize] = &[3, 1, 1, 1, 1];
-            let places = [0, 3, 7, 8, capacity - 1];
+            let mut caches = [(); 2]
+                .map(|()| PackedCache::random(client, &mut random, format, cached, head_dim));
+            let tokens: &[usize] = &[3, 1, 1, 1, 1, 1, 1];
+            let last = capacity - 1;
+            let places = [0, 3, 7, 8, last.min(127), last.min(128), last];
             for (&tokens, place) in tokens.iter().zip(places) {
                 let mut values = |count: usize| {
                     let values = (0..count).map(|_| random.normal()).collect();

@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Relu};
 use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor};
 use burn_fp4::{Fp4Config, Fp4Module, Replay, ReplayError, ReplayParts, ReplayTensors};
-use burn_fp4_ops::{Fp4Scheme, GraphState};
+use burn_fp4_ops::{Fp4Scheme, GraphState, KvCache, KvFormat, RotaryEmbedding, attention};
 use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
 use tests::engines::devices;
 use tests::modules::seeded;
@@ -121,6 +121,42 @@ fn a_replay_equals_a_forward_pass() {
             assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
         }
         assert_eq!(replay.captures(), if has_graphs(name) { 3 } else { 0 }, "{name}");
+    });
+}
+
+#[test]
+fn a_step_that_attends_to_a_packed_kv_cache_is_captured() {
+    type Inputs = ([Tensor<4>; 3], Tensor<1, Int>);
+    fn step(rotary: &RotaryEmbedding, cache: KvCache, inputs: Inputs) -> (KvCache, Tensor<3>) {
+        let ([queries, keys, values], position) = inputs;
+        let positions = rotary.at(position, 8, DType::F32);
+        let (output, cache) = attention(queries, keys, values, Some(cache), &positions);
+        (cache, output)
+    }
+    each_device(|name, device| {
+        for format in KvFormat::ALL {
+            let rotary = RotaryEmbedding::new(&[0.5; 16], 8, device);
+            let cache =
+                || KvCache::packed_zeros([1, 2, 8, 32], format, device).expect("whole blocks");
+            let mut replay = Replay::with_state(rotary.clone(), cache(), step);
+            let mut plain = cache();
+            for at in 0..4 {
+                let heads = [(1, 4), (2, 2), (3, 2)]
+                    .map(|(seed, count)| random(10 * at + seed, [1, 1, count, 32], device));
+                let position = Tensor::from_ints([at as i32], device);
+                let expected;
+                (plain, expected) = step(&rotary, plain, (heads.clone(), position.clone()));
+                if name == "wgpu" {
+                    // Tensor operations upload values.
+                    let refused = replay.run((heads, position)).is_err();
+                    assert!(refused, "{name}, {format:?}");
+                    break;
+                }
+                let found = replay.run((heads, position)).expect("a pass that can be captured");
+                assert_eq!(floats(found), floats(expected), "{name}, {format:?} at {at}");
+                assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
+            }
+        }
     });
 }
 

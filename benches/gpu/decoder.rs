@@ -193,7 +193,9 @@ pub(crate) fn measure(arguments: &Arguments, figures: &mut Figures) {
             };
             let zeros = |shape| match format {
                 None => KvCache::zeros(shape, DType::BF16, &device),
-                Some(format) => KvCache::packed_zeros(shape, format, &device),
+                Some(format) => {
+                    KvCache::packed_zeros(shape, format, &device).expect("whole blocks")
+                }
             };
             let what = format!("{name}{cache}");
             let [launched, replayed] =

@@ -202,7 +202,8 @@ impl<L: Projection> Llama<L> {
             let shape = [batch, num_key_value_heads, capacity, head_dim];
             match self.kv_format {
                 None => KvCache::zeros(shape, dtype, &device),
-                Some(format) => KvCache::packed_zeros(shape, format, &device),
+                Some(format) => KvCache::packed_zeros(shape, format, &device)
+                    .expect("`set_kv_format` checks the heads"),
             }
         };
         self.layers.iter().map(layer_cache).collect()

@@ -266,7 +266,8 @@ fn addresses(cache: &KvCache) -> Vec<*const u8> {
 
 /// Allocates a cache of each format, and a dense one.
 fn caches(shape: [usize; 4], dtype: DType, device: &Device) -> Vec<KvCache> {
-    let packed = KvFormat::ALL.map(|format| KvCache::packed_zeros(shape, format, device));
+    let packed = |format| KvCache::packed_zeros(shape, format, device).expect("whole blocks");
+    let packed = KvFormat::ALL.map(packed);
     [KvCache::zeros(shape, dtype, device)].into_iter().chain(packed).collect()
 }
 
@@ -337,7 +338,8 @@ fn packed_kv_caches_are_those_of_tensor_operations() {
         assert_same_as_tensor_operations(|device| {
             let inv_freq: Vec<_> = (0..16).map(|at| 0.7f32.powi(at)).collect();
             let rotary = RotaryEmbedding::new(&inv_freq, 20, device);
-            let mut cache = KvCache::packed_zeros([2, 2, 20, 32], format, device);
+            let cache = KvCache::packed_zeros([2, 2, 20, 32], format, device);
+            let mut cache = cache.expect("whole blocks");
             let mut found = Vec::new();
             for (seed, (first, count)) in [(0, 5), (5, 1), (6, 9)].into_iter().enumerate() {
                 let positions = Tensor::<1, Int>::arange(first..first + count, device);
@@ -373,7 +375,8 @@ fn packed_kv_caches_hold_the_bits_of_the_host_on_every_device() {
             println!("{what}");
             let rotary = |device| RotaryEmbedding::new(&[0.0; HEAD_DIM / 2], 8, device);
             let (rotary, rotary_on_flex) = (rotary(&device), rotary(&flex));
-            let mut cache = KvCache::packed_zeros([2, 2, 8, HEAD_DIM], format, &device);
+            let cache = KvCache::packed_zeros([2, 2, 8, HEAD_DIM], format, &device);
+            let mut cache = cache.expect("whole blocks");
             for (first, count) in [(0, 3), (3, 1), (4, 1)] {
                 let positions = |device: &Device| {
                     Tensor::<1, Int>::arange(first as i64..(first + count) as i64, device)

@@ -2,6 +2,7 @@
 
 use burn_fp4_formats::FormatError;
 
+use crate::host::KvFormat;
 use crate::method::Method;
 use crate::rule::ScaleRule;
 
@@ -94,6 +95,16 @@ pub enum SearchError {
         expected: &'static str,
         /// Importance that was given.
         found: &'static str,
+    },
+    /// Keys and values of a KV cache have different formats.
+    #[error(
+        "KV cache: keys are in {keys:?} and values in {values:?}; use one format (None: dense)"
+    )]
+    KvFormats {
+        /// Format of the keys.
+        keys: Option<KvFormat>,
+        /// Format of the values.
+        values: Option<KvFormat>,
     },
     /// The damping of GPTQ is not usable.
     #[error("damping is {found}: it must be finite and not negative")]

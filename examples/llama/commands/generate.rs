@@ -102,6 +102,7 @@ fn report<L: Projection>(arguments: &Arguments) -> Result<Report> {
     let folder = Folder::open(&arguments.folder)?;
     let (mut model, products) =
         arguments.products.load::<L>(&folder, &device, Some(arguments.sampling.sequences))?;
+    arguments.cache.check(arguments.device.device)?;
     let cache = arguments.cache.set(&mut model)?;
     let load_seconds = start.elapsed().as_secs_f64();
     let tokenizer = folder.tokenizer()?;

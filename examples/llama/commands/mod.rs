@@ -242,7 +242,7 @@ pub(crate) struct CacheOptions {
     format: CacheFormat,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum CacheFormat {
     Dense,
@@ -260,6 +260,17 @@ struct CacheReport {
 }
 
 impl CacheOptions {
+    /// Refuses a packed cache on a device that cannot capture its steps.
+    fn check(&self, device: OnDevice) -> Result<()> {
+        #[cfg(feature = "wgpu")]
+        ensure!(
+            self.format == CacheFormat::Dense || !matches!(device, OnDevice::Wgpu),
+            "--kv-cache: wgpu has no kernels for packed KV caches; pass dense, or another device"
+        );
+        let _ = device;
+        Ok(())
+    }
+
     /// Sets the format of a model's KV cache.
     fn set<L: Projection>(&self, model: &mut Llama<L>) -> Result<CacheReport> {
         model.set_kv_format(match self.format {

@@ -52,6 +52,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
     let (mut model, products) = arguments.products.load::<Fp4Linear>(&folder, &device, None)?;
+    arguments.cache.check(arguments.device.device)?;
     let cache = arguments.cache.set(&mut model)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
     let (tokens, windows) = (tokens.held_out(), arguments.windows);

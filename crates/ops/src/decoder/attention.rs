@@ -21,8 +21,8 @@ use crate::hadamard::hadamard;
 /// has room for no others; positions have to be 0, 1 and so on then.
 ///
 /// A packed cache is read as it is stored: a query sees the rounded keys and values of all tokens,
-/// its own and those of the same call too, so that a prompt at once and token by token agree. Its
-/// gradient is that of the queries alone.
+/// also of the same call. So a prompt at once and token by token agree, up to the rounding of sums and
+/// of transformed queries. The gradient reaches the queries alone.
 ///
 /// ```
 /// use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -43,7 +43,7 @@ use crate::hadamard::hadamard;
 /// ```
 ///
 /// # Panics
-/// If shapes or dtypes differ, except that a packed cache has none of the dtypes; on `flex` also if
+/// If shapes or dtypes differ, or a packed cache is not of u8; on `flex` also if
 /// a position is beyond the cache or the tables of RoPE. Kernels take such a position for the last;
 /// no other device checks it.
 #[must_use]
@@ -68,10 +68,17 @@ pub fn attention(
         let [_, _, capacity, _] = cache.dims();
         let shape = [batch, kv_heads, capacity, head_dim];
         assert_eq!(cache.dims(), shape, "attention: shape of the cached keys");
-        if let KvCache::Dense { keys: cached_keys, values: cached_values } = cache {
-            assert_eq!(cached_values.dims(), shape, "attention: shape of the cached values");
-            let cached = [cached_keys.dtype(), cached_values.dtype()];
-            assert_eq!(cached, [keys.dtype(), values.dtype()], "attention: dtypes of the cache");
+        match cache {
+            KvCache::Dense { keys: cached_keys, values: cached_values } => {
+                assert_eq!(cached_values.dims(), shape, "attention: shape of the cached values");
+                let cached = [cached_keys.dtype(), cached_values.dtype()];
+                let expected = [keys.dtype(), values.dtype()];
+                assert_eq!(cached, expected, "attention: dtypes of the cache");
+            }
+            KvCache::Packed { format, keys, values } => {
+                keys.check(*format, shape, "keys");
+                values.check(*format, shape, "values");
+            }
         }
     }
     let device = queries.device();

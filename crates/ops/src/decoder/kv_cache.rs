@@ -7,6 +7,7 @@ use burn_fp4_search::host::{KV_BLOCK, KvFormat};
 use crate::devices::decoder::has_host_decoder;
 use crate::devices::extension::weight_data;
 use crate::devices::portable::fp8_heads;
+use crate::error::OpsError;
 use crate::layout::Fp4Layout;
 use crate::quantize::quantize;
 use crate::tensor::Fp4Tensor;
@@ -15,9 +16,11 @@ use crate::tensor::Fp4Tensor;
 /// `[batch, kv_heads, capacity, head_dim]`.
 ///
 /// A packed cache takes less memory, and a decode step reads less of it; see [`KvFormat`] for the
-/// bits. The values that [`attention`](crate::attention) reads are the rounded ones, those of new
+/// bits. The values that [`attention`](crate::attention) reads are the rounded ones, also of new
 /// tokens too. A decode step reads the codes on `flex` in f32, on CUDA and on CubeCL's CPU runtime.
-/// Other devices, also `wgpu`, dequantize the whole cache for each call.
+/// A prompt on these Cube devices, and every call on other devices, dequantizes the whole capacity.
+/// On `wgpu` that also uploads values, so that [`CapturedGraph`](crate::CapturedGraph) refuses such a
+/// pass; `webgpu` has no bytes in memory, and no packed cache.
 ///
 /// ```
 /// use burn::tensor::{DType, Device};
@@ -25,13 +28,14 @@ use crate::tensor::Fp4Tensor;
 ///
 /// let (shape, device) = ([1, 3, 4096, 64], Device::flex());
 /// let dense = KvCache::zeros(shape, DType::BF16, &device);
-/// let fp8 = KvCache::packed_zeros(shape, KvFormat::Fp8, &device);
-/// let nvfp4 = KvCache::packed_zeros(shape, KvFormat::NvFp4, &device);
+/// let fp8 = KvCache::packed_zeros(shape, KvFormat::Fp8, &device)?;
+/// let nvfp4 = KvCache::packed_zeros(shape, KvFormat::NvFp4, &device)?;
 /// assert_eq!([&dense, &fp8, &nvfp4].map(KvCache::dims), [shape; 3]);
 /// let bytes = |cache: &KvCache| cache.bytes() as f64;
 /// assert!(bytes(&dense) / bytes(&fp8) > 1.9 && bytes(&dense) / bytes(&nvfp4) > 3.5);
 /// assert_eq!((dense.format(), fp8.format()), (None, Some(KvFormat::Fp8)));
 /// assert_eq!([nvfp4.keys(), nvfp4.values()].map(|values| values.dims()), [shape; 2]);
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
 /// ```
 #[derive(Debug, Clone)]
 #[allow(clippy::large_enum_variant, reason = "a layer has one, and boxes would be in its API")]
@@ -57,9 +61,10 @@ pub enum KvCache {
 /// Quantized keys or values of a [`KvCache`].
 #[derive(Debug, Clone)]
 pub struct PackedHeads {
-    /// Codes, u8 `[batch, kv_heads, capacity, bytes]`.
+    /// Codes, u8 `[batch, kv_heads, capacity, bytes]`, with the first of
+    /// [`bytes_of_head`](KvFormat::bytes_of_head).
     pub codes: Tensor<4, Int>,
-    /// Scales, u8 `[batch, kv_heads, capacity, bytes]`.
+    /// Scales, u8 `[batch, kv_heads, capacity, bytes]`, with the second.
     pub scales: Tensor<4, Int>,
 }
 
@@ -79,15 +84,17 @@ impl KvCache {
 
     /// Allocates a packed cache of a shape `[batch, kv_heads, capacity, head_dim]`.
     ///
-    /// # Panics
-    /// If `head_dim` is not a multiple of 16.
-    #[must_use]
-    pub fn packed_zeros(shape: [usize; 4], format: KvFormat, device: &Device) -> Self {
+    /// # Errors
+    /// [`OpsError::Indivisible`] if `head_dim` is not a multiple of 16.
+    pub fn packed_zeros(
+        shape: [usize; 4],
+        format: KvFormat,
+        device: &Device,
+    ) -> Result<Self, OpsError> {
         let [batch, kv_heads, capacity, head_dim] = shape;
-        assert!(
-            head_dim > 0 && head_dim.is_multiple_of(KV_BLOCK),
-            "KV cache: head_dim is {head_dim}; pass a multiple of {KV_BLOCK}, or keep it dense"
-        );
+        if head_dim == 0 || !head_dim.is_multiple_of(KV_BLOCK) {
+            return Err(OpsError::Indivisible { axis: 3, length: head_dim, block_size: KV_BLOCK });
+        }
         let device = device.clone().without_autodiff();
         let zeros = |bytes| {
             let shape = [batch, kv_heads, capacity, bytes];
@@ -101,7 +108,7 @@ impl KvCache {
             let [codes, scales] = format.bytes_of_head(head_dim).map(zeros);
             PackedHeads { codes, scales }
         };
-        Self::Packed { format, keys: heads(), values: heads() }
+        Ok(Self::Packed { format, keys: heads(), values: heads() })
     }
 
     /// Returns the format; none of a dense cache.
@@ -193,6 +200,17 @@ impl KvCache {
 }
 
 impl PackedHeads {
+    /// Checks shapes and dtypes of heads `[batch, kv_heads, capacity, head_dim]`.
+    pub(super) fn check(&self, format: KvFormat, shape: [usize; 4], what: &str) {
+        let [batch, kv_heads, capacity, head_dim] = shape;
+        let bytes = format.bytes_of_head(head_dim);
+        for (part, bytes) in [&self.codes, &self.scales].into_iter().zip(bytes) {
+            let shape = [batch, kv_heads, capacity, bytes];
+            assert_eq!(part.dims(), shape, "attention: shape of the cached {what}");
+            assert_eq!(part.dtype(), DType::U8, "attention: dtype of the cached {what}");
+        }
+    }
+
     /// Quantizes heads `[batch, kv_heads, tokens, head_dim]` by tensor operations.
     fn quantize(heads: Tensor<4>, format: KvFormat) -> Self {
         let [batch, kv_heads, tokens, head_dim] = heads.dims();

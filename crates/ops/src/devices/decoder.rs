@@ -148,9 +148,11 @@ pub(crate) fn attends_to<const N: usize>(
     match decoder_code(device, dtypes) {
         #[cfg(feature = "cube")]
         Some(DecoderCode::Kernels) => {
-            let capability = cube_device(device)
-                .and_then(|device| decoder_capability(&device, &device.client(), dtypes[0]));
-            let packs = || capability.is_some_and(|found| found.check_packed_kv().is_ok());
+            let packs = || {
+                cube_device(device)
+                    .and_then(|device| decoder_capability(&device, &device.client(), dtypes[0]))
+                    .is_some_and(|found| found.check_packed_kv().is_ok())
+            };
             let check = if shape.tokens == 1 { check_attention } else { check_prefill };
             (format.is_none() || packs()) && check(shape, positions).is_ok()
         }

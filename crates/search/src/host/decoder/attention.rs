@@ -7,6 +7,7 @@ use pulp::{Simd, WithSimd};
 
 use super::exp::exp;
 use super::kv_cache::{Kv, KvMut};
+use super::kv_format::KvFormat;
 use crate::error::SearchError;
 use crate::host::arch::arch;
 use crate::host::dots::dots;
@@ -70,7 +71,8 @@ impl Rotary<'_> {
 /// token. A query reads all positions up to its own as the cache holds them, new ones too.
 ///
 /// # Errors
-/// A slice of the wrong length, or a position beyond the cache or the tables.
+/// A slice of the wrong length, a position beyond the cache or the tables, or keys and values in
+/// different formats.
 pub fn attention(
     queries: &mut [f32],
     [keys, values]: [&[f32]; 2],
@@ -87,6 +89,9 @@ pub fn attention(
     check_length("queries", of_tokens(heads), queries.len())?;
     check_length("keys", of_tokens(kv_heads), keys.len())?;
     check_length("values", of_tokens(kv_heads), values.len())?;
+    if cache[0].format() != cache[1].format() {
+        return Err(SearchError::KvFormats { keys: cache[0].format(), values: cache[1].format() });
+    }
     for cache in &cache {
         cache.check(batch * kv_heads * capacity, head_dim)?;
     }
@@ -97,7 +102,7 @@ pub fn attention(
         return Ok(());
     }
 
-    let transforms = cache[0].transforms_keys();
+    let transforms = cache[0].format().is_some_and(KvFormat::transforms_keys);
     let mut rotated = [0f32; MAX_HEAD_DIM];
     let rotated = &mut rotated[..head_dim];
     let new = keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate();
@@ -485,6 +490,27 @@ mod tests {
                 first += tokens;
             }
         }
+    }
+
+    #[test]
+    fn keys_and_values_in_different_formats_are_refused() {
+        let shape = AttentionShape {
+            batch: 1,
+            tokens: 1,
+            heads: 1,
+            kv_heads: 1,
+            head_dim: 16,
+            capacity: 1,
+        };
+        let rotary = Rotary { cos: &[1.0; 8], sin: &[0.0; 8] };
+        let (mut queries, new, mut dense) = ([0.0; 16], [0.0; 16], [0.0; 16]);
+        let (mut codes, mut scales) = ([0; 16], [0; 1]);
+        let format = KvFormat::Fp8;
+        let packed = KvMut::Packed { format, codes: &mut codes, scales: &mut scales };
+        let cache = [packed, KvMut::Dense(&mut dense)];
+        let found = attention(&mut queries, [&new, &new], cache, rotary, &[0], shape);
+        let expected = SearchError::KvFormats { keys: Some(format), values: None };
+        assert_eq!(found, Err(expected));
     }
 
     /// Rotates all heads by a position.

@@ -9,7 +9,7 @@ use super::kv_format::{KvFormat, decode_heads, quantize_head};
 pub enum KvMut<'a> {
     /// Channels of heads.
     Dense(&'a mut [f32]),
-    /// Codes and scales as [`quantize_heads`](super::quantize_heads) writes them.
+    /// Bytes of heads as [`quantize_heads`](super::quantize_heads) writes them.
     Packed {
         /// Format of both.
         format: KvFormat,
@@ -45,9 +45,12 @@ impl KvMut<'_> {
         }
     }
 
-    /// Returns true if keys and queries are transformed.
-    pub(super) fn transforms_keys(&self) -> bool {
-        matches!(self, Self::Packed { format, .. } if format.transforms_keys())
+    /// Returns the format; none if dense.
+    pub(super) fn format(&self) -> Option<KvFormat> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Packed { format, .. } => Some(*format),
+        }
     }
 
     /// Borrows the heads for reading.

@@ -2,7 +2,6 @@
 
 use burn_fp4_formats::FormatError;
 
-use crate::host::KvFormat;
 use crate::method::Method;
 use crate::rule::ScaleRule;
 
@@ -97,14 +96,12 @@ pub enum SearchError {
         found: &'static str,
     },
     /// Keys and values of a KV cache have different formats.
-    #[error(
-        "KV cache: keys are in {keys:?} and values in {values:?}; use one format (None: dense)"
-    )]
+    #[error("KV cache: keys are {keys} and values {values}; use one format")]
     KvFormats {
         /// Format of the keys.
-        keys: Option<KvFormat>,
+        keys: String,
         /// Format of the values.
-        values: Option<KvFormat>,
+        values: String,
     },
     /// The damping of GPTQ is not usable.
     #[error("damping is {found}: it must be finite and not negative")]

@@ -24,10 +24,10 @@
 //! ```
 //!
 //! Loads go on from one n tile to the next, so that memory does not idle in between. The input in
-//! shared memory is in the order of decoded codes. An input of a few rows was in shared memory as a
-//! whole before; loading it first took longer than loading it again with each n tile. Each weight
-//! has a main loop of its own: if one loop loaded either of two weights into the same registers, the
-//! second load would wait for the first.
+//! shared memory is in the order of decoded codes. To share a small input as a whole before
+//! the first step took longer than to load it again with each n tile. Each weight has a main loop
+//! of its own: if one loop loaded either of two weights into the same registers, the second load
+//! would wait for the first.
 
 use cubecl::client::Client;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};

@@ -21,8 +21,8 @@ use crate::hadamard::hadamard;
 /// has room for no others; positions have to be 0, 1 and so on then.
 ///
 /// A packed cache is read as it is stored: a query sees the rounded keys and values of all tokens,
-/// also of the same call. So a prompt at once and token by token agree, up to the rounding of sums and
-/// of transformed queries. The gradient reaches the queries alone.
+/// also of the same call. So a prompt at once and token by token agree, up to the rounding of sums
+/// and of transformed queries. The gradient reaches the queries alone.
 ///
 /// ```
 /// use burn::tensor::{DType, Device, Int, Tensor, TensorData};

@@ -19,8 +19,8 @@ use crate::tensor::Fp4Tensor;
 /// bits. The values that [`attention`](crate::attention) reads are the rounded ones, also of new
 /// tokens too. A decode step reads the codes on `flex` in f32, on CUDA and on CubeCL's CPU runtime.
 /// A prompt on these Cube devices, and every call on other devices, dequantizes the whole capacity.
-/// On `wgpu` that also uploads values, so that [`CapturedGraph`](crate::CapturedGraph) refuses such a
-/// pass; `webgpu` has no bytes in memory, and no packed cache.
+/// On `wgpu` that also uploads values, so that [`CapturedGraph`](crate::CapturedGraph) refuses such
+/// a pass; `webgpu` has no bytes in memory, and no packed cache.
 ///
 /// ```
 /// use burn::tensor::{DType, Device};

@@ -89,8 +89,11 @@ pub fn attention(
     check_length("queries", of_tokens(heads), queries.len())?;
     check_length("keys", of_tokens(kv_heads), keys.len())?;
     check_length("values", of_tokens(kv_heads), values.len())?;
-    if cache[0].format() != cache[1].format() {
-        return Err(SearchError::KvFormats { keys: cache[0].format(), values: cache[1].format() });
+    let formats = cache.each_ref().map(KvMut::format);
+    if formats[0] != formats[1] {
+        let [keys, values] =
+            formats.map(|format| format.map_or("dense".into(), |format| format!("{format:?}")));
+        return Err(SearchError::KvFormats { keys, values });
     }
     for cache in &cache {
         cache.check(batch * kv_heads * capacity, head_dim)?;
@@ -102,7 +105,7 @@ pub fn attention(
         return Ok(());
     }
 
-    let transforms = cache[0].format().is_some_and(KvFormat::transforms_keys);
+    let transforms = formats[0].is_some_and(KvFormat::transforms_keys);
     let mut rotated = [0f32; MAX_HEAD_DIM];
     let rotated = &mut rotated[..head_dim];
     let new = keys.chunks_exact(head_dim).zip(values.chunks_exact(head_dim)).enumerate();
@@ -509,7 +512,8 @@ mod tests {
         let packed = KvMut::Packed { format, codes: &mut codes, scales: &mut scales };
         let cache = [packed, KvMut::Dense(&mut dense)];
         let found = attention(&mut queries, [&new, &new], cache, rotary, &[0], shape);
-        let expected = SearchError::KvFormats { keys: Some(format), values: None };
+        let [keys, values] = ["Fp8", "dense"].map(str::to_owned);
+        let expected = SearchError::KvFormats { keys, values };
         assert_eq!(found, Err(expected));
     }
 

@@ -30,8 +30,8 @@ pub const KV_BLOCK: usize = 16;
 /// bf16 holds every dequantized value exactly.
 ///
 /// Without a tensor scale NVFP4 has a narrower range than FP8: a block whose amax is below about
-/// 0.004 becomes 0, block scales lose bits below an amax of about 0.06, and values beyond 2688 become
-/// 2688.
+/// 0.004 becomes 0, block scales lose bits below an amax of about 0.06, and values beyond 2688
+/// become 2688.
 ///
 /// ```
 /// use burn_fp4_search::host::{KvFormat, dequantize_heads, quantize_heads};

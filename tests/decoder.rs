@@ -368,7 +368,8 @@ struct PackedCache {
 }
 
 impl PackedCache {
-    /// Makes a cache of random codes with scales of 1, so that a stray write is seen.
+    /// Makes a cache of random values of at most 4, so that a stray write is seen. Larger scores would
+    /// need a wider tolerance.
     fn random(
         client: &Client,
         random: &mut Random,
@@ -380,8 +381,9 @@ impl PackedCache {
         // No code of E4M3 is NaN without the bits 3 and 7.
         let codes = (0..heads * code_bytes).map(|_| random.bits() as u8 & 0x77);
         let codes: Vec<u8> = codes.collect();
-        let one = if format == host::KvFormat::Fp8 { 127 } else { 0x38 };
-        let scales = vec![one; heads * scale_bytes];
+        // 2^-6 in E8M0, 0.5 in E4M3.
+        let scale = if format == host::KvFormat::Fp8 { 121 } else { 0x30 };
+        let scales = vec![scale; heads * scale_bytes];
         let mut values = vec![0.0; heads * head_dim];
         host::dequantize_heads(&codes, &scales, head_dim, format, &mut values)
             .expect("whole blocks");

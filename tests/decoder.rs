@@ -368,8 +368,8 @@ struct PackedCache {
 }
 
 impl PackedCache {
-    /// Makes a cache of random values of at most 4, so that a stray write is seen. Larger scores would
-    /// need a wider tolerance.
+    /// Makes a cache of random values of at most 4, so that a stray write is seen. Larger scores
+    /// would need a wider tolerance.
     fn random(
         client: &Client,
         random: &mut Random,

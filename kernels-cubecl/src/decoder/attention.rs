@@ -277,8 +277,8 @@ impl Plan {
         // A power of two, so that planes are whole.
         let units = 1 << (values / (vector * queries + 1)).min(most_units).ilog2();
         let units = units.max(columns.next_power_of_two()).max(device.plane);
-        // Without planes a unit adds the scores of a tile. Packed positions are short: more of them
-        // keep the outputs of a tile small beside them.
+        // Without planes a unit adds the scores of a tile. Packed positions are short: a tile has
+        // more of them for its outputs.
         let most_tile = match (device.plane > 1, format) {
             (false, _) => 8,
             (true, None) => 64,
@@ -552,9 +552,9 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
         loaded_keys[index as usize] = key_cache[from];
         loaded_values[index as usize] = value_cache[from];
         if let Some(format) = comptime!(format) {
-            let place = scale_place(first_head + at, column, head_dim, vector, format);
-            scales_of_keys[index as usize] = kv_scale::<S>(key_scales[place], format);
-            scales_of_values[index as usize] = kv_scale::<S>(value_scales[place], format);
+            let scale = scale_place(first_head + at, column, head_dim, vector, format);
+            scales_of_keys[index as usize] = kv_scale::<S>(key_scales[scale], format);
+            scales_of_values[index as usize] = kv_scale::<S>(value_scales[scale], format);
         }
     }
     if comptime!(keeps_own) {

@@ -3,7 +3,7 @@
 
 use burn_fp4_search::formats::{E4M3, E8M0, ScaleGrid};
 use burn_fp4_search::host::{AttentionShape, FP8_BINADES, KV_BLOCK, KvFormat, View};
-use burn_fp4_search::{PowerRounding, ScaleRule};
+use burn_fp4_search::{Fp4Scheme, PowerRounding, ScaleRule};
 use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -14,13 +14,14 @@ use crate::memory::check_memory;
 use crate::numeric::element::{element_value, nearest_magnitude, round_to_e2m1};
 use crate::numeric::hadamard::transform;
 use crate::numeric::rule::{
-    BlockScale, TensorFactor, code_mask, nearest_scale, normalize_magnitude, power_of_two_field,
+    BlockScale, TensorFactor, code_mask, normalize_magnitude, power_of_two_field,
 };
 use crate::numeric::scale_grid::{
     float_value, ones, power, power_code, power_reciprocal, round_to_float, scale_value,
 };
 use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 use crate::search::amax::largest_magnitude;
+use crate::search::four_over_six::candidates;
 
 /// Format and scales of a packed KV cache. The codes are where a dense cache has values.
 #[derive(Debug, Clone)]
@@ -104,7 +105,7 @@ const fn codes_of_word(format: KvFormat, vector: u32) -> u32 {
 /// Channels of a block.
 const BLOCK: u32 = KV_BLOCK as u32;
 /// Rule of NVFP4, as in [`KvFormat::scheme`].
-const RULE: ScaleRule = ScaleRule::Te;
+const RULE: ScaleRule = Fp4Scheme::nvfp4().rule;
 
 /// Decodes the channels of a vector, before they are multiplied by their scale.
 #[cube]
@@ -315,13 +316,11 @@ fn fp8_codes(elements: &Array<f32>, scale: u32, codes: &mut Array<u32>) {
 fn nvfp4_scale(elements: &Array<f32>, largest: f32) -> BlockScale {
     let one = 1.0f32.runtime();
     let tensor = TensorFactor { amax: one, encode: one, decode: one };
-    let exact = largest / 6.0f32;
-    let six = nearest_scale(exact, &tensor, RULE);
-    let four = nearest_scale(exact * 1.5f32, &tensor, RULE);
-    let take_four = error(elements, &four) < error(elements, &six);
+    let both = candidates(largest, &tensor, RULE);
+    let take_four = error(elements, &both.on_four) < error(elements, &both.on_six);
     BlockScale {
-        code: select(take_four, four.code, six.code),
-        factor: select(take_four, four.factor, six.factor),
+        code: select(take_four, both.on_four.code, both.on_six.code),
+        factor: select(take_four, both.on_four.factor, both.on_six.factor),
     }
 }
 

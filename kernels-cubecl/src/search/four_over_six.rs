@@ -79,14 +79,18 @@ pub(crate) fn better_of_both<E: Int, N: Size>(
 
 /// The scales that map amax to element 6 and to element 4.
 #[derive(CubeType)]
-struct Candidates {
-    on_six: BlockScale,
-    on_four: BlockScale,
+pub(crate) struct Candidates {
+    pub(crate) on_six: BlockScale,
+    pub(crate) on_four: BlockScale,
 }
 
 /// Computes both by division, whatever the rule.
 #[cube]
-fn candidates(largest: f32, tensor: &TensorFactor, #[comptime] rule: ScaleRule) -> Candidates {
+pub(crate) fn candidates(
+    largest: f32,
+    tensor: &TensorFactor,
+    #[comptime] rule: ScaleRule,
+) -> Candidates {
     let exact = (largest / 6.0f32) * tensor.encode;
     Candidates {
         on_six: nearest_scale(exact, tensor, rule),

@@ -5,7 +5,7 @@ pub(crate) mod amax;
 pub(crate) mod best;
 pub(crate) mod block_hessian;
 pub(crate) mod coordinate_descent;
-mod four_over_six;
+pub(crate) mod four_over_six;
 pub(crate) mod hessian;
 pub(crate) mod quantize_args;
 mod sse;

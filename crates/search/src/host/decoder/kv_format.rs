@@ -123,7 +123,7 @@ const SCHEME: Fp4Scheme = Fp4Scheme {
 };
 
 /// Binades from the largest element of FP4 to the largest code that FP8 uses, 256. The code of a
-/// scale is that many less than [`PowerRounding::Ceil`] gives.
+/// scale is smaller by this number than the one that [`PowerRounding::Ceil`] gives.
 pub const FP8_BINADES: u8 = 8 - ELEMENT_BINADE as u8;
 
 /// Quantizes heads `[heads, head_dim]` to codes and scales, `[heads, bytes]` each, without a

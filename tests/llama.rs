@@ -104,6 +104,8 @@ fn cached_logits_match_and_200_greedy_tokens_match_transformers() {
         let whole = model.forward(tokens.clone());
         let lost = distance(&floats(whole.clone()), &dense);
         assert_eq!(lost > 0.0, format.is_some(), "{format:?}: {lost}");
+        // Measured: 0.57 in FP8, 1.83 in NVFP4, 1.22 with transformed keys.
+        assert!(lost < 2.5, "{format:?}: {lost}");
         let mut kv_cache = model.kv_cache(batch, count + 3);
         // One token at a time, and several.
         for (start, length) in [(0, 5), (5, 1), (6, 1), (7, 20), (27, count - 27)] {

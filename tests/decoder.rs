@@ -8,9 +8,9 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    AttentionHandles, Capability, Dtype as KernelDtype, PackedKv, Portable, Refusal, argmax,
-    attend, attention_weights, cubecl, dense_gemv, dequantize_heads, int8_gemv, rms_norm,
-    rotate_into_cache, sample,
+    AttentionHandles, Capability, Dtype as KernelDtype, PackedKv, Portable, Refusal, WgmmaSupport,
+    argmax, attend, attention_weights, check_flash_attention, cubecl, dense_gemv, dequantize_heads,
+    flash_attention, int8_gemv, rms_norm, rotate_into_cache, sample,
 };
 use burn_fp4_search::Hadamard;
 use burn_fp4_search::host::{self, SampleOptions, quantize_int8};
@@ -356,6 +356,75 @@ fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
             // Nothing else is written.
             assert_eq!(floats(&device.client, key_cache.1, dtype), key_cache.0, "{what}");
             assert_eq!(floats(&device.client, value_cache.1, dtype), value_cache.0, "{what}");
+        }
+    }
+}
+
+/// Prompts behind cached tokens, in one tile and in many, and positions in any order, one of them
+/// beyond the cache. Devices without WGMMA emulate it.
+#[test]
+fn flash_attention_is_that_of_exact_sums() {
+    let client = &cubecl::Device::default().client();
+    let mut capability = Capability::of(client);
+    let emulated = capability.wgmma == WgmmaSupport::None;
+    if emulated {
+        capability.wgmma = WgmmaSupport::Emulated;
+    }
+    let mut random = Random::new(46);
+    let shapes: &[_] = match emulated {
+        true => &[(1, 3, 2, 1, 64, 90), (1, 130, 1, 1, 64, 140)],
+        false => &[
+            (1, 3, 4, 2, 64, 90),
+            (2, 130, 4, 4, 128, 140),
+            (1, 700, 6, 2, 128, 1000),
+            (3, 257, 8, 1, 64, 257),
+        ],
+    };
+    let shapes = shapes.iter().flat_map(|&shape| [(shape, 1.0), (shape, 6.0)]);
+    for (at, ((batch, tokens, heads, kv_heads, head_dim, capacity), spread)) in shapes.enumerate() {
+        let shape = host::AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
+        let dtype = [KernelDtype::Bf16, KernelDtype::F16][at / 2 % 2];
+        assert_eq!(check_flash_attention(&capability, &shape, capacity, dtype), Ok(()));
+        // Not rotated.
+        let [cos, sin] = [1.0, 0.0].map(|angle| vec![angle; capacity * head_dim / 2]);
+        let exact = ExactAttention { shape, cos: &cos, sin: &sin };
+        let mut values = |count: usize, spread: f32| {
+            let values = (0..count).map(|_| spread * random.normal()).collect();
+            upload_rounded(client, values, dtype)
+        };
+        let queries = values(batch * heads * tokens * head_dim, spread);
+        let [keys, cached] = [(); 2].map(|()| values(batch * kv_heads * capacity * head_dim, 1.0));
+        let mut positions: Vec<_> = (0..tokens).map(|token| capacity - tokens + token).collect();
+        if spread > 1.0 {
+            positions.reverse();
+            positions[0] = capacity + 7;
+        }
+        let position: Vec<_> = positions.iter().map(|&position| position as i32).collect();
+        let position = client.create_from_slice(i32::as_bytes(&position));
+        let cache = [keys.1, cached.1];
+        let found = flash_attention(
+            client,
+            &capability,
+            queries.1,
+            cache,
+            position,
+            shape,
+            capacity,
+            dtype,
+        );
+        let found = floats(client, found.expect("memory of the shape"), dtype);
+        for (token, position) in positions.into_iter().enumerate() {
+            // Of all heads of the token.
+            let chunk = |head: usize| (head * tokens + token) * head_dim;
+            let of_token =
+                (0..batch * heads).flat_map(|head| &queries.0[chunk(head)..][..head_dim]);
+            let of_token: Vec<f32> = of_token.copied().collect();
+            let expected = exact.attend(&of_token, &keys.0, &cached.0, position.min(capacity - 1));
+            let found = (0..batch).flat_map(|sequence| {
+                &found[(sequence * tokens + token) * heads * head_dim..][..heads * head_dim]
+            });
+            let found: Vec<f32> = found.copied().collect();
+            assert_rounded(&format!("{shape:?} {dtype:?} at {position}"), &found, &expected, dtype);
         }
     }
 }

@@ -61,6 +61,7 @@
 //! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
 //! | `decoder/`  | a decoder besides its quantized matmuls: norms, attention, tokens          |
+//! | `instructions/` | WGMMA: matrix instructions of Hopper, as PTX and emulated              |
 //! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA, WGMMA; kernels for wgpu  |
 //!
 //! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not
@@ -78,6 +79,7 @@ mod fake_quantize;
 mod gptq;
 mod gram;
 mod hadamard;
+mod instructions;
 mod numeric;
 /// Paths that CubeCL's derived operations refer to.
 #[cfg(feature = "cuda")]
@@ -98,8 +100,8 @@ mod tensor_amax;
 pub use cubecl;
 pub use decoder::{
     AttentionHandles, MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, Normalized, PackedKv, argmax,
-    attend, attention_weights, check_attention, check_prefill, dense_gemv, dequantize_heads,
-    int8_gemv, rms_norm, rotate_into_cache, sample,
+    attend, attention_weights, check_attention, check_flash_attention, check_prefill, dense_gemv,
+    dequantize_heads, flash_attention, int8_gemv, rms_norm, rotate_into_cache, sample,
 };
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;

@@ -6,6 +6,7 @@
 //! | `attention.rs` | [`attend`]: one token's RoPE, the KV cache in place, attention to it     |
 //! | `kv_cache.rs`  | [`dequantize_heads`]: packed KV caches, written and read                 |
 //! | `prefill.rs`   | [`rotate_into_cache`], [`attention_weights`]: the same for many tokens   |
+//! | `flash.rs`     | [`flash_attention`]: for many tokens, without scores in memory           |
 //! | `dense_gemv.rs` | [`dense_gemv`]: few rows times a dense output layer                      |
 //! | `int8_gemv.rs` | [`int8_gemv`]: few rows times an output layer of signed bytes            |
 //! | `argmax.rs`    | [`argmax`]: index of the largest logit                                   |
@@ -16,6 +17,7 @@
 mod argmax;
 mod attention;
 mod dense_gemv;
+mod flash;
 mod head;
 mod int8_gemv;
 mod kv_cache;
@@ -27,6 +29,7 @@ mod sample;
 pub use argmax::argmax;
 pub use attention::{AttentionHandles, attend, check_attention};
 pub use dense_gemv::{MAX_DENSE_GEMV_ROWS, dense_gemv};
+pub use flash::{check_flash_attention, flash_attention};
 pub use int8_gemv::{MAX_INT8_GEMV_ROWS, int8_gemv};
 pub use kv_cache::{PackedKv, dequantize_heads};
 pub use norm::{Normalized, rms_norm};

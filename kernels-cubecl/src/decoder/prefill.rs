@@ -45,15 +45,24 @@ use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 /// # Errors
 /// [`Refusal`]: as [`check_attention`](super::check_attention), for any number of tokens.
 pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
+    check_prompt(shape, positions)?;
+    let &AttentionShape { batch, tokens, heads, capacity, .. } = shape;
+    check_length([batch, heads, tokens, capacity])
+}
+
+/// Checks that [`rotate_into_cache`] runs a shape with RoPE for `positions` positions.
+///
+/// # Errors
+/// [`Refusal`]: as [`check_attention`](super::check_attention), for any number of tokens.
+pub(super) fn check_prompt(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
     check_heads(shape, positions)?;
-    let &AttentionShape { batch, tokens, heads, head_dim, capacity, .. } = shape;
-    let product = |lengths: [usize; 4]| lengths.into_iter().fold(1, usize::saturating_mul);
-    let scores = product([batch, heads, tokens, capacity]);
-    let (found, expected) = (scores.max(product([batch, tokens, heads, head_dim])), View::MAX_LEN);
-    if found > expected {
-        return Err(Refusal::TooLarge { found, expected });
-    }
-    Ok(())
+    let &AttentionShape { batch, tokens, heads, head_dim, .. } = shape;
+    check_length([batch, tokens, heads, head_dim])
+}
+
+fn check_length(lengths: [usize; 4]) -> Result<(), Refusal> {
+    let (found, expected) = (lengths.into_iter().fold(1, usize::saturating_mul), View::MAX_LEN);
+    if found > expected { Err(Refusal::TooLarge { found, expected }) } else { Ok(()) }
 }
 
 /// Rotates the queries and keys of tokens by their positions, and writes the rotated keys and the
@@ -106,7 +115,7 @@ pub fn rotate_into_cache(
     dtype: Dtype,
 ) -> Result<Handle, Refusal> {
     device.check_decoder(dtype)?;
-    check_prefill(&shape, positions)?;
+    check_prompt(&shape, positions)?;
     operands.check(device, &shape, positions, dtype)?;
     let rotated =
         client.empty(shape.batch * shape.tokens * shape.heads * shape.head_dim * dtype.size());

@@ -19,9 +19,9 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::instructions::WgmmaInstructions;
 use super::plan::{K_TILE, Matmul};
 use crate::decoder::row::max_of_cube;
+use crate::instructions::WgmmaInstructions;
 use crate::numeric::scale_grid::{INFINITY, NAN};
 use crate::plan::{Capability, UNITS};
 

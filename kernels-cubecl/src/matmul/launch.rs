@@ -5,15 +5,15 @@ use cubecl::client::Client;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::emulated::EmulatedWgmma;
 use super::operands::{MatmulBlueprint, MemberHandles, OperandHandles};
 use super::plan::{Fp8Plan, Kernel, Matmul, MatmulPlan, SmallM};
 use super::prefetch::Prefetch;
-#[cfg(feature = "cuda")]
-use super::ptx::PtxWgmma;
 use super::{
     fp8_input, gemv, mma, portable_cmma, portable_gemm, portable_gemv, small_m, wgmma, wgmma_fp8,
 };
+use crate::instructions::EmulatedWgmma;
+#[cfg(feature = "cuda")]
+use crate::instructions::PtxWgmma;
 use crate::memory::{PackedHandles, check_memory};
 #[cfg(feature = "cuda")]
 use crate::plan::WgmmaSupport;

@@ -1,10 +1,8 @@
 //! Matmuls with a packed weight.
 
-mod emulated;
 mod fp8_input;
 mod fp8_rows;
 mod gemv;
-mod instructions;
 mod launch;
 mod mma;
 mod operands;
@@ -14,8 +12,6 @@ mod portable_gemm;
 mod portable_gemv;
 mod portable_plan;
 mod prefetch;
-#[cfg(feature = "cuda")]
-mod ptx;
 mod small_m;
 mod wgmma;
 mod wgmma_fp8;

@@ -24,7 +24,7 @@ use cubecl::prelude::*;
 
 use super::plan::{Kernel, Matmul, MatmulPlan};
 #[cfg(feature = "cuda")]
-use super::ptx::prefetch_l2;
+use crate::instructions::prefetch_l2;
 use crate::memory::{PackedHandles, check_memory};
 use crate::plan::{Capability, Refusal, WgmmaSupport};
 

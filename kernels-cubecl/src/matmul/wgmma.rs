@@ -1,7 +1,7 @@
 //! A matmul with the matrix instructions of a warpgroup (WGMMA).
 //!
 //! Two warpgroups have 64 packed rows each. They decode them in registers and multiply them with
-//! the cube's rows of the input in shared memory; `instructions.rs` draws the fragments. Shared
+//! the cube's rows of the input in shared memory; `instructions/` draws the fragments. Shared
 //! memory is a ring of k tiles of 128 elements:
 //!
 //! ```text
@@ -31,9 +31,9 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::instructions::{Operand, WgmmaInstructions};
 use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
 use super::plan::{K_TILE, Matmul, WGMMA_TILE_N, Wgmma};
+use crate::instructions::{Operand, WgmmaInstructions};
 use crate::numeric::element::decode_byte;
 use crate::numeric::scale_grid::{element_shift, product_scale_pair, sum_shift};
 use crate::plan::UNITS;
@@ -419,6 +419,7 @@ fn wgmma_kernel<I: WgmmaInstructions, F: Float, O: Float, W: Size, X: Size, V: S
                     &mut rings.codes,
                     tile_m,
                     comptime!(Operand::from(blueprint.dtype)),
+                    false,
                 );
                 let to = k_tile + stages_ahead;
                 copy_part::<I, F, W, X>(

@@ -27,10 +27,10 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::fp8_input::Fp8Input;
-use super::instructions::{Operand, WgmmaInstructions};
 use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, operands};
 use super::plan::{K_TILE, Matmul, Wgmma};
 use super::wgmma::{Lane, lane, reduce, store_sums};
+use crate::instructions::{Operand, WgmmaInstructions};
 use crate::numeric::scale_grid::{e4m3_entries, e4m3_entry, e4m3_products, e4m3_row_factor};
 use crate::plan::UNITS;
 
@@ -285,6 +285,7 @@ fn wgmma_fp8_kernel<I: WgmmaInstructions, F: Float, O: Float, W: Size, X: Size, 
                 &mut scratch,
                 tile_m,
                 comptime!(Operand::E4m3),
+                false,
             );
             I::wait_for_products(2u32);
         }

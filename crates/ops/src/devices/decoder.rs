@@ -14,13 +14,16 @@ use burn::tensor::Shape;
 use burn::tensor::Tensor;
 use burn::tensor::{DType, Device};
 #[cfg(feature = "cube")]
-use burn_fp4_cubecl::{MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, check_attention, check_prefill};
+use burn_fp4_cubecl::{
+    Capability, MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, check_attention, check_flash_attention,
+    check_prefill,
+};
 use burn_fp4_search::host::{AttentionShape, KvFormat, MAX_HEAD_DIM};
 #[cfg(feature = "cube")]
 use burn_fp4_search::host::{SampleOptions, View};
 
 #[cfg(feature = "cube")]
-use super::cube::device::{cube_device, decoder_capability, has_kernels};
+use super::cube::device::{cube_device, decoder_capability, has_kernels, kernel_dtype};
 
 /// Code of a device for these operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,13 +151,21 @@ pub(crate) fn attends_to<const N: usize>(
     match decoder_code(device, dtypes) {
         #[cfg(feature = "cube")]
         Some(DecoderCode::Kernels) => {
-            let packs = || {
-                cube_device(device)
-                    .and_then(|device| decoder_capability(&device, &device.client(), dtypes[0]))
-                    .is_some_and(|found| found.check_packed_kv().is_ok())
+            let capability = || {
+                let device = cube_device(device)?;
+                decoder_capability(&device, &device.client(), dtypes[0])
             };
-            let check = if shape.tokens == 1 { check_attention } else { check_prefill };
-            (format.is_none() || packs()) && check(shape, positions).is_ok()
+            let packs = || capability().is_some_and(|found| found.check_packed_kv().is_ok());
+            let flash = |found: Capability| {
+                let dtype = kernel_dtype(dtypes[0]);
+                check_flash_attention(&found, shape, positions, dtype).is_ok()
+            };
+            let fits = match shape.tokens {
+                1 => check_attention(shape, positions).is_ok(),
+                // Flash attention has no scores, so that their number has no limit.
+                _ => check_prefill(shape, positions).is_ok() || capability().is_some_and(flash),
+            };
+            (format.is_none() || packs()) && fits
         }
         code => {
             let has_positions = shape.capacity > 0 && positions > 0;

@@ -6,8 +6,9 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::{
-    AttentionHandles, Capability, PackedKv, Refusal, argmax, attend, attention_weights, dense_gemv,
-    dequantize_heads, int8_gemv, rms_norm, rotate_into_cache, sample,
+    AttentionHandles, Capability, PackedKv, Refusal, argmax, attend, attention_weights,
+    check_flash_attention, dense_gemv, dequantize_heads, flash_attention, int8_gemv, rms_norm,
+    rotate_into_cache, sample,
 };
 use burn_fp4_search::host::{AttentionShape, KvFormat, SampleOptions};
 
@@ -155,10 +156,8 @@ fn attend_to(
         queues::submit_launches(&queries.device);
         return tensor(output.expect(CHECKED), [batch, tokens, heads, head_dim]);
     }
-    // Queries that share a key head are rows of one matmul.
-    let of_key_head = |channels| [batch, kv_heads, heads / kv_heads * tokens, channels];
     let rotated = rotate_into_cache(client, &capability, operands, shape, rows, dtype);
-    let rotated = tensor(rotated.expect(CHECKED), of_key_head(head_dim));
+    let rotated = rotated.expect(CHECKED);
     let [key_cache, value_cache] = match packed {
         None => cache.clone(),
         Some(PackedKv { format, key_scales, value_scales }) => {
@@ -171,6 +170,15 @@ fn attend_to(
             })
         }
     };
+    if check_flash_attention(&capability, &shape, rows, dtype).is_ok() {
+        let cache = [key_cache, value_cache].map(|cache| cache.handle);
+        let output =
+            flash_attention(client, &capability, rotated, cache, positions, shape, rows, dtype);
+        return tensor(output.expect(CHECKED), [batch, tokens, heads, head_dim]);
+    }
+    // Queries that share a key head are rows of one matmul.
+    let of_key_head = |channels| [batch, kv_heads, heads / kv_heads * tokens, channels];
+    let rotated = tensor(rotated, of_key_head(head_dim));
     let keys = CubeBackend::float_swap_dims(key_cache, 2, 3);
     let scores = into_contiguous(deterministic::matmul(rotated, keys)).handle;
     let weights = attention_weights(client, &capability, scores, positions, shape, rows, dtype);

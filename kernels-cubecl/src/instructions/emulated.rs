@@ -4,11 +4,11 @@
 use burn_fp4_search::formats::E4M3;
 use cubecl::prelude::*;
 
-use super::instructions::{Operand, WgmmaInstructions};
+use super::{Operand, WgmmaInstructions};
 use crate::numeric::scale_grid::{float_value, round_to_float};
 
 /// The emulated instructions.
-pub(super) struct EmulatedWgmma;
+pub(crate) struct EmulatedWgmma;
 
 #[cube]
 impl WgmmaInstructions for EmulatedWgmma {
@@ -90,6 +90,10 @@ impl WgmmaInstructions for EmulatedWgmma {
         word
     }
 
+    fn exp2(value: f32) -> f32 {
+        (value * core::f32::consts::LN_2).exp()
+    }
+
     fn byte(word: u32, part: u32) -> u32 {
         (word >> (8u32 * part)) & 0xFFu32
     }
@@ -115,6 +119,7 @@ impl WgmmaInstructions for EmulatedWgmma {
         scratch: &mut [Vector<u32, W>],
         #[comptime] columns: u32,
         #[comptime] operand: Operand,
+        #[comptime] transposed: bool,
     ) {
         let first = scratch.len() as u32 - CUBE_DIM;
         let part = UNIT_POS % 4;
@@ -127,7 +132,6 @@ impl WgmmaInstructions for EmulatedWgmma {
         scratch[(first + UNIT_POS) as usize] = own;
         sync_cube();
         let values = b.with_vector_size::<Const<1>>();
-        let vector = at % 8;
         for pair in 0..4u32 {
             let shown = scratch[(first + UNIT_POS - part + pair) as usize];
             #[unroll]
@@ -137,8 +141,13 @@ impl WgmmaInstructions for EmulatedWgmma {
                     let word = shown.extract(comptime!((2 * half + below) as usize));
                     for column in 0..comptime!(columns / 4) {
                         let row = column / 2 * 8 + column % 2 + 2 * part;
-                        let slot = at - vector + row * 8 + ((vector + half) ^ (row % 8));
-                        let value = values[(slot * 4 + pair) as usize].extract(0usize);
+                        let value = if comptime!(transposed) {
+                            transposed_pair(&values, at, 2 * pair + 8 * half, row)
+                        } else {
+                            let vector = at % 8;
+                            let slot = at - vector + row * 8 + ((vector + half) ^ (row % 8));
+                            values[(slot * 4 + pair) as usize].extract(0usize)
+                        };
                         let sum = (column / 2 * 4 + column % 2 + 2 * below) as usize;
                         let product = match comptime!(operand) {
                             Operand::E4m3 => product_of_e4m3(word, value),
@@ -156,6 +165,20 @@ impl WgmmaInstructions for EmulatedWgmma {
 
     #[allow(unused_variables)]
     fn wait_for_sums(sums: &mut Array<f32>, #[comptime] count: u32) {}
+}
+
+/// Returns two values of a column of a transposed B, of rows `k` and `k + 1` behind vector `at`.
+#[cube]
+fn transposed_pair(values: &[Vector<u32, Const<1>>], at: u32, k: u32, column: u32) -> u32 {
+    let mut pair = 0u32;
+    #[unroll]
+    for index in 0..2u32 {
+        let row = k + index;
+        let slot = at + row * 8 + ((column / 8) ^ (row % 8));
+        let word = values[(slot * 4 + column % 8 / 2) as usize].extract(0usize);
+        pair |= ((word >> (16u32 * (column % 2))) & 0xFFFFu32) << (16 * index);
+    }
+    pair
 }
 
 /// Returns the product of the two values of a word with those of another.

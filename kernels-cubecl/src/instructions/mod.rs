@@ -1,5 +1,5 @@
-//! [`WgmmaInstructions`]: asynchronous copies and matrix instructions of a warpgroup, which
-//! `wgmma.rs` is built on. `ptx.rs` implements them for Hopper, `emulated.rs` with plain code.
+//! [`WgmmaInstructions`]: asynchronous copies and matrix instructions of a warpgroup, for matmuls
+//! and attention. `ptx.rs` implements them for Hopper, `emulated.rs` with plain code.
 //!
 //! A warpgroup, 4 planes, multiplies 64 rows of A, in registers, with `columns` rows of B, in
 //! shared memory, along 32 bytes of k: `sums[64, columns] += A x B^T`. Fragments of unit
@@ -23,14 +23,25 @@
 //! row 1  | 1 | 0 | 3 | 2 | ..
 //! row 2  | 2 | 3 | 0 | 1 | ..       a multiplication reads two vectors
 //! ```
+//!
+//! In 16 bits B may be transposed: a row then is one of k, with 64 columns, and a multiplication
+//! reads 16 rows.
+
+mod emulated;
+#[cfg(feature = "cuda")]
+mod ptx;
 
 use cubecl::prelude::*;
+
+pub(crate) use emulated::EmulatedWgmma;
+#[cfg(feature = "cuda")]
+pub(crate) use ptx::{PtxWgmma, prefetch_l2};
 
 use crate::plan::Dtype;
 
 /// Values of A and B.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Operand {
+pub(crate) enum Operand {
     F16,
     Bf16,
     E4m3,
@@ -45,7 +56,7 @@ impl From<Dtype> for Operand {
 
 /// Asynchronous copies to shared memory, and matrix instructions of a warpgroup.
 #[cube]
-pub(super) trait WgmmaInstructions: 'static + Send + Sync {
+pub(crate) trait WgmmaInstructions: 'static + Send + Sync {
     /// Returns the address of shared memory for these instructions.
     fn address<T: CubePrimitive>(shared: &[T]) -> u32;
 
@@ -103,6 +114,9 @@ pub(super) trait WgmmaInstructions: 'static + Send + Sync {
     /// first is in the lowest byte.
     fn round_to_e4m3(values: &Array<f32>) -> u32;
 
+    /// Returns 2 to the power of a value, with a relative error of at most 2^-22.
+    fn exp2(value: f32) -> f32;
+
     /// Returns the byte of a word that belongs to this `part`, with zeros above.
     fn byte(word: u32, part: u32) -> u32;
 
@@ -111,8 +125,9 @@ pub(super) trait WgmmaInstructions: 'static + Send + Sync {
     fn select_bytes(low: u32, high: u32, selectors: u32) -> u32;
 
     /// Starts to add `A x B^T` to the sums, for the 32 bytes of k of B that begin with vector `at`
-    /// of shared memory, which begins at `address`. The emulation writes the last vectors of
-    /// `scratch`, one per unit, to show A to other units.
+    /// of shared memory, which begins at `address`; `A x B` for the 16 rows from there on if B is
+    /// `transposed`. The emulation writes the last vectors of `scratch`, one per unit, to show A to
+    /// other units.
     fn multiply<F: Float, X: Size, W: Size>(
         a: &Array<u32>,
         b: &[Vector<u32, X>],
@@ -122,6 +137,7 @@ pub(super) trait WgmmaInstructions: 'static + Send + Sync {
         scratch: &mut [Vector<u32, W>],
         #[comptime] columns: u32,
         #[comptime] operand: Operand,
+        #[comptime] transposed: bool,
     );
 
     /// Waits until all but the last `groups` multiplications have read A and B.

@@ -1,15 +1,15 @@
 //! Instructions of Hopper as operations of our own; the only file with PTX.
 //!
 //! CubeCL's compiler has neither asynchronous copies nor the matrix instructions of a warpgroup.
-//! The operations here are lowered to inline assembly instead. `instructions.rs` defines them;
-//! [`prefetch_l2`] is for `prefetch.rs`.
+//! The operations here are lowered to inline assembly instead. `mod.rs` defines them;
+//! [`prefetch_l2`] is for `matmul/prefetch.rs`.
 //!
 //! The descriptor of B has 64 bits, with addresses and distances in units of 16 bytes:
 //!
 //! ```text
 //! bit 0     the address of its first row
 //!     16    1, not used by this swizzle
-//!     32    64: from eight rows to the next eight
+//!     32    64: from eight rows to the next eight, of k if B is transposed
 //!     62    1: vectors of 16 bytes are swizzled within 128
 //! ```
 
@@ -24,7 +24,7 @@ use pliron::value::Value;
 use pliron_llvm::ops as llvm;
 use pliron_llvm::types::{StructLayout, StructType, VoidType};
 
-use super::instructions::{Operand, WgmmaInstructions};
+use super::{Operand, WgmmaInstructions};
 
 /// Words of A that a unit holds.
 const WORDS: usize = 4;
@@ -234,6 +234,32 @@ impl ToLLVMDialect for RoundToE4m3Op {
         rewriter.insert_op(ctx, &op);
         let word = op.get_result(ctx);
         rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![word]);
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.exp2")]
+#[result_ty(same_as = value)]
+#[op_traits(CanMaterialize, Pure)]
+struct Exp2Op {
+    value: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for Exp2Op {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.value(ctx)];
+        let float: TypeHandle = FP32Type::get(ctx).into();
+        let text = "ex2.approx.ftz.f32 $0, $1;";
+        let op = llvm::InlineAsmOp::new(ctx, float, inputs, text, "=f,f", false);
+        rewriter.insert_op(ctx, &op);
+        let power = op.get_result(ctx);
+        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![power]);
         Ok(())
     }
 }
@@ -537,6 +563,16 @@ fn round_bits(first: u32, second: u32, third: u32, fourth: u32) -> u32 {
 
 #[cube]
 #[allow(unused_variables)]
+fn approximate_exp2(value: f32) -> f32 {
+    intrinsic!(|scope| {
+        let value = value.read_value(scope);
+        let op = Exp2Op::new(scope.ctx_mut(), value);
+        scope.register_with_result(&op).into()
+    })
+}
+
+#[cube]
+#[allow(unused_variables)]
 fn load_in_place(from: &[u32], at: u32) -> u32 {
     intrinsic!(|scope| {
         let at = at.read_value(scope);
@@ -636,7 +672,7 @@ fn wait_for_barrier(barrier: u32, parity: u32) {
 /// down to 16 bytes.
 #[cube]
 #[allow(unused_variables)]
-pub(super) fn prefetch_l2<T: CubePrimitive>(from: &[T], at: u32, bytes: u32) {
+pub(crate) fn prefetch_l2<T: CubePrimitive>(from: &[T], at: u32, bytes: u32) {
     intrinsic!(|scope| {
         let (at, bytes) = (at.read_value(scope), bytes.read_value(scope));
         // SAFETY: the pointer is to a value that the scope has just made, and keeps.
@@ -662,17 +698,22 @@ fn multiply_async(
     sums: &mut Array<f32>,
     #[comptime] columns: usize,
     #[comptime] operand: Operand,
+    #[comptime] transposed: bool,
 ) {
     intrinsic!(|scope| {
         let (a, b) = (a.__extract_list(scope), b.read_value(scope));
         let sums = sums.__extract_list(scope);
-        // Add to the sums; neither A nor B is negated; for 16 bits, B is not transposed.
-        let (kind, immediates) = match operand {
-            Operand::F16 => ("k16.f32.f16.f16", "1, 1, 1, 0"),
-            Operand::Bf16 => ("k16.f32.bf16.bf16", "1, 1, 1, 0"),
-            Operand::E4m3 => ("k32.f32.e4m3.e4m3", "1, 1, 1"),
+        let kind = match operand {
+            Operand::F16 => "k16.f32.f16.f16",
+            Operand::Bf16 => "k16.f32.bf16.bf16",
+            Operand::E4m3 => "k32.f32.e4m3.e4m3",
         };
-        let [kind, immediates] = [kind, immediates].map(|text| StringAttr::new(text.to_string()));
+        // Add to the sums; neither A nor B is negated; for 16 bits, whether B is transposed.
+        let immediates = match operand {
+            Operand::E4m3 => "1, 1, 1".to_string(),
+            Operand::F16 | Operand::Bf16 => format!("1, 1, 1, {}", u8::from(transposed)),
+        };
+        let [kind, immediates] = [kind.to_string(), immediates].map(StringAttr::new);
         let columns = IndexAttr(columns);
         scope.register(&MultiplyOp::new(scope.ctx_mut(), a, b, sums, columns, kind, immediates));
     })
@@ -688,7 +729,7 @@ fn complete_sums(sums: &mut Array<f32>, #[comptime] count: usize) {
 }
 
 /// The instructions of compute capability 9.0.
-pub(super) struct PtxWgmma;
+pub(crate) struct PtxWgmma;
 
 #[cube]
 impl WgmmaInstructions for PtxWgmma {
@@ -774,6 +815,10 @@ impl WgmmaInstructions for PtxWgmma {
         )
     }
 
+    fn exp2(value: f32) -> f32 {
+        approximate_exp2(value)
+    }
+
     fn byte(word: u32, part: u32) -> u32 {
         // A selector of three zeros and the byte.
         permute_bytes(word, 0u32.runtime(), part | 0x4440u32)
@@ -793,8 +838,10 @@ impl WgmmaInstructions for PtxWgmma {
         scratch: &mut [Vector<u32, W>],
         #[comptime] columns: u32,
         #[comptime] operand: Operand,
+        #[comptime] transposed: bool,
     ) {
-        multiply_async(a, address + at * 16u32, sums, comptime!(columns as usize), operand);
+        let columns = comptime!(columns as usize);
+        multiply_async(a, address + at * 16u32, sums, columns, operand, transposed);
     }
 
     fn wait_for_products(#[comptime] groups: u32) {

@@ -1,0 +1,581 @@
+//! Attention of the tokens of a prompt without their scores in memory (flash attention), by the
+//! matrix instructions of a warpgroup.
+//!
+//! A cube has 128 queries of a head, 64 for each of two warpgroups. It reads the cached keys and
+//! values in tiles of positions, up to the last that one of its queries attends to. Queries,
+//! scores, weights and outputs are in registers, as fragments that `instructions/` draws: the sums
+//! of the scores are where the next multiplication expects its A.
+//!
+//! ```text
+//! keys:   ring of 2 tiles    a tile: | channels 0..64 of its positions, 128 bytes each |
+//! values: ring of 3 tiles            | channels 64..128, if a head has them            |
+//!
+//! scores = queries x keys of tile 0
+//! for tile in the tiles:
+//!     wait until keys of `tile + 1` and values of `tile` have been copied; copy those after them
+//!     start    next = queries x keys of `tile + 1`
+//!     weights = exp2(scores - largest), while `next` and the outputs before are computed
+//!     wait for next and the outputs
+//!     outputs *= exp2(largest before - largest)
+//!     start    outputs += weights x values of `tile`
+//!     scores = next
+//! outputs / sum of the weights
+//! ```
+
+use burn_fp4_search::host::AttentionShape;
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use half::{bf16, f16};
+
+use super::head::position_of;
+use super::prefill::check_prompt;
+use super::row::max_of_cube;
+#[cfg(feature = "cuda")]
+use crate::instructions::PtxWgmma;
+use crate::instructions::{EmulatedWgmma, Operand, WgmmaInstructions};
+use crate::memory::check_memory;
+use crate::numeric::element::narrow;
+use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS, WgmmaSupport};
+
+/// Queries of a cube.
+const QUERIES: u32 = UNITS / 2;
+/// Channels of a panel of keys or values, and their vectors of 16 bytes.
+const CHANNELS: u32 = 64;
+const VECTORS: u32 = CHANNELS / 8;
+/// Products along 16 channels of a panel.
+const K_STEPS: u32 = CHANNELS / 16;
+
+/// Checks that [`flash_attention`] runs a shape with RoPE for `positions` positions.
+///
+/// ```
+/// # #[cfg(feature = "cpu")] {
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::{Capability, Dtype, Refusal, check_flash_attention};
+/// use burn_fp4_search::host::AttentionShape;
+///
+/// let cpu = Capability::of(&Device::default().client());
+/// let (tokens, capacity) = (2000, 4096);
+/// let shape =
+///     AttentionShape { batch: 1, tokens, heads: 32, kv_heads: 8, head_dim: 128, capacity };
+/// let refused = check_flash_attention(&cpu, &shape, 8192, Dtype::Bf16);
+/// assert!(matches!(refused, Err(Refusal::Instructions { .. }))); // not an H100
+/// # }
+/// ```
+///
+/// # Errors
+/// [`Refusal`]: a device without these instructions, f32, heads of other than 64 or 128 channels,
+/// and as [`rotate_into_cache`](super::rotate_into_cache).
+pub fn check_flash_attention(
+    device: &Capability,
+    shape: &AttentionShape,
+    positions: usize,
+    dtype: Dtype,
+) -> Result<(), Refusal> {
+    check_prompt(shape, positions)?;
+    let refuse = |reason| Err(Refusal::Instructions { reason });
+    match (device.wgmma, dtype, shape.head_dim) {
+        (WgmmaSupport::None, ..) => refuse("the device has no WGMMA"),
+        (_, Dtype::F32, _) => refuse("queries are f32; WGMMA takes f16 and bf16"),
+        (.., 64 | 128) => Ok(()),
+        _ => refuse("heads have other than 64 or 128 channels"),
+    }
+}
+
+/// Sizes of the attention of a cube.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Flash {
+    /// Panels of a head.
+    panels: u32,
+    /// Positions of a tile.
+    keys: u32,
+    /// Vectors that the emulation of the instructions needs.
+    scratch: u32,
+    dtype: Dtype,
+    conversion: Conversion,
+    /// Units of a plane.
+    plane: u32,
+}
+
+impl Flash {
+    /// Returns the vectors of 16 bytes of a tile.
+    const fn tile(&self) -> u32 {
+        self.panels * self.panel()
+    }
+
+    const fn panel(&self) -> u32 {
+        self.keys * VECTORS
+    }
+}
+
+/// Attends from the tokens of a prompt, whose keys and values are in the KV cache, to all positions
+/// up to theirs. Returns the outputs `[batch, tokens, heads, head_dim]`.
+///
+/// `queries` are rotated, `[batch, heads, tokens, head_dim]`, and `cache` has the keys and values,
+/// `[batch, kv_heads, capacity, head_dim]`: what [`rotate_into_cache`](super::rotate_into_cache)
+/// leaves behind. Token `t` attends to positions up to `position[t]`, i32 `[tokens]`; one beyond
+/// the cache or RoPE, which has `positions` rows, counts as the last. Sums are f32, weights have
+/// the dtype.
+///
+/// ```no_run
+/// use burn_fp4_cubecl::cubecl::Device;
+/// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+/// use burn_fp4_cubecl::{Capability, Dtype, flash_attention};
+/// use burn_fp4_search::host::AttentionShape;
+///
+/// let client = Device::default().client();
+/// let device = Capability::of(&client); // an H100
+/// let (tokens, capacity) = (100, 128);
+/// let shape = AttentionShape { batch: 1, tokens, heads: 4, kv_heads: 2, head_dim: 64, capacity };
+/// let zeros = |heads: usize, tokens: usize| client.create_from_slice(&vec![0; heads * tokens * 128]);
+/// let (queries, cache) = (zeros(4, tokens), [(); 2].map(|()| zeros(2, capacity)));
+/// let position: Vec<i32> = (0..100).collect();
+/// let position = client.create_from_slice(i32::as_bytes(&position));
+/// let outputs =
+///     flash_attention(&client, &device, queries, cache, position, shape, 128, Dtype::Bf16)?;
+/// # let _ = outputs;
+/// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+/// ```
+///
+/// # Errors
+/// [`Refusal`]; nothing is launched then.
+#[allow(clippy::too_many_arguments)]
+pub fn flash_attention(
+    client: &Client,
+    device: &Capability,
+    queries: Handle,
+    cache: [Handle; 2],
+    position: Handle,
+    shape: AttentionShape,
+    positions: usize,
+    dtype: Dtype,
+) -> Result<Handle, Refusal> {
+    check_flash_attention(device, &shape, positions, dtype)?;
+    let AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
+    let bytes = batch * tokens * heads * head_dim * dtype.size();
+    check_memory("queries", &queries, bytes)?;
+    let cached = batch * kv_heads * capacity * head_dim * dtype.size();
+    check_memory("cached keys", &cache[0], cached)?;
+    check_memory("cached values", &cache[1], cached)?;
+    check_memory("position", &position, 4 * tokens)?;
+    let output = client.empty(bytes);
+    if bytes > 0 {
+        let launch = match (device.wgmma, dtype == Dtype::Bf16) {
+            #[cfg(feature = "cuda")]
+            (WgmmaSupport::Ptx, true) => launch::<PtxWgmma, bf16>,
+            #[cfg(feature = "cuda")]
+            (WgmmaSupport::Ptx, false) => launch::<PtxWgmma, f16>,
+            (_, true) => launch::<EmulatedWgmma, bf16>,
+            (_, false) => launch::<EmulatedWgmma, f16>,
+        };
+        let emulated = device.wgmma != WgmmaSupport::Ptx;
+        let plan = Flash {
+            panels: head_dim as u32 / CHANNELS,
+            // Processors have as little shared memory as L1 cache.
+            keys: if emulated { 32 } else { 64 },
+            scratch: if emulated { UNITS } else { 1 },
+            dtype,
+            conversion: Conversion::to(dtype, device),
+            plane: device.plane,
+        };
+        let last = capacity.min(positions) as u32 - 1;
+        launch(client, [queries, position, output.clone()], cache, shape, last, plan);
+    }
+    Ok(output)
+}
+
+fn launch<I: WgmmaInstructions, F: Float>(
+    client: &Client,
+    [queries, position, output]: [Handle; 3],
+    [keys, values]: [Handle; 2],
+    shape: AttentionShape,
+    last: u32,
+    plan: Flash,
+) {
+    let AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
+    let words = batch * tokens * heads * head_dim / 2;
+    let cached = batch * kv_heads * capacity * head_dim / 8;
+    let all_heads = (batch * heads) as u32;
+    let cubes = (tokens as u32).div_ceil(QUERIES) * all_heads;
+    // SAFETY: the lengths are the shape's, which memory was checked for; queries beyond the tokens
+    // repeat the last and are not stored, and positions beyond `last` are read as `last`.
+    unsafe {
+        flash_kernel::launch_unchecked::<I, F>(
+            client,
+            CubeCount::Static(cubes, 1, 1),
+            CubeDim::new_1d(UNITS),
+            4,
+            BufferArg::from_raw_parts(queries, words),
+            BufferArg::from_raw_parts(keys, cached),
+            BufferArg::from_raw_parts(values, cached),
+            BufferArg::from_raw_parts(position, tokens),
+            BufferArg::from_raw_parts(output, words),
+            tokens as u32,
+            heads as u32,
+            (heads / kv_heads) as u32,
+            all_heads,
+            capacity as u32,
+            last,
+            core::f32::consts::LOG2_E / (head_dim as f32).sqrt(),
+            plan,
+        );
+    }
+}
+
+/// Where the keys and values of a head are in the KV cache.
+#[derive(CubeType, Clone, Copy)]
+struct CachedHead {
+    /// Its first row.
+    first: u32,
+    /// Its last position that may be read.
+    last: u32,
+    /// Tiles that the cube needs.
+    tiles: u32,
+}
+
+/// Starts to copy a tile of keys or values to a slot of its ring, if the cube needs it.
+#[cube]
+fn copy_tile<I: WgmmaInstructions, X: Size>(
+    from: &[Vector<u32, X>],
+    ring: &mut [Vector<u32, X>],
+    address: u32,
+    slot: u32,
+    tile: u32,
+    head: &CachedHead,
+    #[comptime] plan: Flash,
+) {
+    let wanted = tile < head.tiles;
+    #[unroll]
+    for copy in 0..comptime!(plan.tile() / UNITS) {
+        let at = UNIT_POS + comptime!(copy * UNITS);
+        let (vector, row) = (at % VECTORS, at / VECTORS);
+        let (key, panel) = (row % plan.keys, row / plan.keys);
+        let position = min(tile * plan.keys + key, head.last);
+        let at = (head.first + position) * comptime!(plan.panels * VECTORS) + panel * VECTORS;
+        let to = slot * comptime!(plan.tile()) + row * VECTORS + (vector ^ (key % 8));
+        I::copy(wanted, ring, address, to, from, at + vector, 1u32, 16u32);
+    }
+}
+
+/// Starts to multiply the queries by a tile of keys.
+#[cube]
+fn score_tile<I: WgmmaInstructions, F: Float, X: Size>(
+    queries: &Sequence<Array<u32>>,
+    keys: &[Vector<u32, X>],
+    address: u32,
+    scratch: &mut [Vector<u32, X>],
+    scores: &mut Array<f32>,
+    slot: u32,
+    #[comptime] plan: Flash,
+) {
+    #[unroll]
+    for index in 0..comptime!(plan.keys as usize / 2) {
+        scores[index] = 0.0f32;
+    }
+    #[unroll]
+    for panel in 0..plan.panels {
+        #[unroll]
+        for k_step in 0..K_STEPS {
+            let at = slot * comptime!(plan.tile()) + comptime!(panel * plan.panel() + 2 * k_step);
+            I::multiply::<F, X, X>(
+                queries.index(comptime!((panel * K_STEPS + k_step) as usize)),
+                keys,
+                address,
+                at,
+                scores,
+                scratch,
+                plan.keys,
+                comptime!(Operand::from(plan.dtype)),
+                false,
+            );
+        }
+    }
+}
+
+/// The running softmax of the two rows of a unit.
+#[derive(CubeType)]
+struct Softmax {
+    /// Positions that a row attends to.
+    counts: Array<u32>,
+    /// The largest score so far.
+    largest: Array<f32>,
+    /// The unit's part of the sum of the weights.
+    sums: Array<f32>,
+}
+
+/// Turns the scores of a tile into weights. Returns the factors of the sums of earlier tiles.
+#[cube]
+fn weigh<I: WgmmaInstructions>(
+    scores: &mut Array<f32>,
+    softmax: &mut Softmax,
+    shared: &mut [f32],
+    tile: u32,
+    scale: f32,
+    #[comptime] masked: bool,
+    #[comptime] plan: Flash,
+) -> Array<f32> {
+    let mut factors = Array::<f32>::new(2usize);
+    let part = UNIT_POS % 4;
+    #[unroll]
+    for row in 0..2usize {
+        let mut largest = softmax.largest[row];
+        let count = softmax.counts[row];
+        #[unroll]
+        for index in 0..comptime!(plan.keys / 4) {
+            let column = comptime!(index / 2 * 8 + index % 2);
+            let at = comptime!((index / 2 * 4 + index % 2) as usize + 2 * row);
+            if comptime!(masked) {
+                let position = tile * plan.keys + 2 * part + column;
+                scores[at] = select(position < count, scores[at], f32::min_value());
+            }
+            largest = max(largest, scores[at]);
+        }
+        let largest = of_quad(largest, shared, true, plan.plane);
+        let factor = I::exp2((softmax.largest[row] - largest) * scale);
+        softmax.largest[row] = largest;
+        let shift = largest * scale;
+        let mut sum = softmax.sums[row] * factor;
+        #[unroll]
+        for index in 0..comptime!(plan.keys / 4) {
+            let at = comptime!((index / 2 * 4 + index % 2) as usize + 2 * row);
+            let weight = I::exp2(fma(scores[at], scale, -shift));
+            scores[at] = weight;
+            sum += weight;
+        }
+        softmax.sums[row] = sum;
+        factors[row] = factor;
+    }
+    factors
+}
+
+/// Returns the largest value of the four units of a row, or their sum.
+#[cube]
+fn of_quad(
+    value: f32,
+    shared: &mut [f32],
+    #[comptime] largest: bool,
+    #[comptime] plane: u32,
+) -> f32 {
+    let mut found = value;
+    if comptime!(plane >= 4) {
+        #[unroll]
+        for distance in 0..2u32 {
+            let other = plane_shuffle_xor(found, comptime!(1 << distance));
+            found = if comptime!(largest) { max(found, other) } else { found + other };
+        }
+    } else {
+        sync_cube();
+        shared[UNIT_POS as usize] = value;
+        sync_cube();
+        #[unroll]
+        for distance in 1..4u32 {
+            let other = shared[(UNIT_POS ^ distance) as usize];
+            found = if comptime!(largest) { max(found, other) } else { found + other };
+        }
+    }
+    found
+}
+
+/// Rounds two values to a word.
+#[cube]
+fn to_word<F: Float>(first: f32, second: f32, #[comptime] conversion: Conversion) -> u32 {
+    let mut pair = Vector::<F, Const<2>>::empty();
+    pair.insert(0usize, narrow::<F>(first, conversion));
+    pair.insert(1usize, narrow::<F>(second, conversion));
+    u32::reinterpret(pair)
+}
+
+/// Runs the loop at the head of this file.
+#[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments)]
+fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
+    queries: &[u32],
+    keys: &[Vector<u32, X>],
+    values: &[Vector<u32, X>],
+    positions: &[i32],
+    output: &mut [u32],
+    tokens: u32,
+    heads: u32,
+    heads_of_key: u32,
+    all_heads: u32,
+    capacity: u32,
+    last: u32,
+    scale: f32,
+    #[comptime] plan: Flash,
+) {
+    let words = comptime!(plan.panels * CHANNELS / 2);
+    let (part, quad) = (UNIT_POS % 4, UNIT_POS % 32 / 4);
+    // The longest first.
+    let (at, cube) = (CUBE_POS as u32 % all_heads, CUBE_POS as u32 / all_heads);
+    let first = (tokens.div_ceil(QUERIES) - 1 - cube) * QUERIES + UNIT_POS / 32 * 16 + quad;
+
+    let mut softmax = Softmax {
+        counts: Array::<u32>::new(2usize),
+        largest: Array::<f32>::new(2usize),
+        sums: Array::<f32>::new(2usize),
+    };
+    let mut loaded = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for _ in 0..comptime!(plan.panels * K_STEPS) {
+        loaded.push(Array::<u32>::new(4usize));
+    }
+    #[unroll]
+    for row in 0..2u32 {
+        let token = min(first + 8 * row, tokens - 1);
+        softmax.counts[row as usize] = position_of(positions, token, last) + 1;
+        softmax.largest[row as usize] = f32::min_value();
+        softmax.sums[row as usize] = 0.0f32;
+        let from = (at * tokens + token) * words + part;
+        #[unroll]
+        for k_step in 0..comptime!(plan.panels * K_STEPS) {
+            #[unroll]
+            for half in 0..2u32 {
+                let word = queries[(from + comptime!(k_step * 8 + half * 4)) as usize];
+                loaded.index_mut(comptime!(k_step as usize))
+                    [comptime!((2 * half + row) as usize)] = word;
+            }
+        }
+    }
+    let most = max(softmax.counts[0usize], softmax.counts[1usize]);
+    let fewest = min(softmax.counts[0usize], softmax.counts[1usize]);
+    let most = max_of_cube::<u32>(most, plan.plane, UNITS);
+    sync_cube();
+    let fewest = last + 1 - max_of_cube::<u32>(last + 1 - fewest, plan.plane, UNITS);
+    let (sequence, head) = (at / heads, at % heads);
+    let kv_head = sequence * (heads / heads_of_key) + head / heads_of_key;
+    let cached = CachedHead { first: kv_head * capacity, last, tiles: most.div_ceil(plan.keys) };
+
+    let ring = comptime!(plan.tile() as usize);
+    let mut keys_ring =
+        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(2 * ring), 1024usize);
+    let mut values_ring =
+        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(3 * ring), 1024usize);
+    let mut scratch = Shared::<[Vector<u32, X>]>::new_slice(comptime!(plan.scratch as usize));
+    let of_units = comptime!(if plan.plane >= 4 { 1 } else { UNITS as usize });
+    let mut shared = Shared::<[f32]>::new_slice(of_units);
+    let keys_address = I::address::<Vector<u32, X>>(&keys_ring);
+    let values_address = I::address::<Vector<u32, X>>(&values_ring);
+
+    let mut outputs = Sequence::<Array<f32>>::new();
+    #[unroll]
+    for _ in 0..plan.panels {
+        let mut sums = Array::<f32>::new(comptime!(CHANNELS as usize / 2));
+        #[unroll]
+        for index in 0..comptime!(CHANNELS as usize / 2) {
+            sums[index] = 0.0f32;
+        }
+        outputs.push(sums);
+    }
+    let zero = 0u32.runtime();
+    copy_tile::<I, X>(keys, &mut keys_ring, keys_address, zero, zero, &cached, plan);
+    I::commit_copies();
+    copy_tile::<I, X>(keys, &mut keys_ring, keys_address, zero + 1, zero + 1, &cached, plan);
+    copy_tile::<I, X>(values, &mut values_ring, values_address, zero, zero, &cached, plan);
+    I::commit_copies();
+    I::wait_for_copies(1u32);
+    sync_cube();
+    let mut scores = Array::<f32>::new(comptime!(plan.keys as usize / 2));
+    score_tile::<I, F, X>(&loaded, &keys_ring, keys_address, &mut scratch, &mut scores, zero, plan);
+    I::wait_for_sums(&mut scores, comptime!(plan.keys / 2));
+
+    // All of whose positions every query attends to.
+    let whole = fewest / plan.keys;
+    // Slots of the ring of values: of this tile and the next.
+    let (mut slot, mut after) = (zero, zero + 1);
+    let mut tile = zero;
+    while tile < cached.tiles {
+        I::wait_for_copies(0u32);
+        sync_cube();
+        let (odd, ahead) = (tile % 2, tile + 2);
+        copy_tile::<I, X>(keys, &mut keys_ring, keys_address, odd, ahead, &cached, plan);
+        let next = tile + 1;
+        copy_tile::<I, X>(values, &mut values_ring, values_address, after, next, &cached, plan);
+        I::commit_copies();
+        // Behind the last tile, of an earlier one: not used.
+        let mut following = Array::<f32>::new(comptime!(plan.keys as usize / 2));
+        let slot_of_next = 1 - odd;
+        score_tile::<I, F, X>(
+            &loaded,
+            &keys_ring,
+            keys_address,
+            &mut scratch,
+            &mut following,
+            slot_of_next,
+            plan,
+        );
+        let factors = if tile < whole {
+            weigh::<I>(&mut scores, &mut softmax, &mut shared, tile, scale, false, plan)
+        } else {
+            weigh::<I>(&mut scores, &mut softmax, &mut shared, tile, scale, true, plan)
+        };
+        I::wait_for_sums(&mut following, comptime!(plan.keys / 2));
+        #[unroll]
+        for panel in 0..plan.panels {
+            let sums = outputs.index_mut(comptime!(panel as usize));
+            I::wait_for_sums(sums, comptime!(CHANNELS / 2));
+            #[unroll]
+            for index in 0..comptime!(CHANNELS as usize / 2) {
+                sums[index] *= factors[comptime!(index / 2 % 2)];
+            }
+        }
+        #[unroll]
+        for k_step in 0..comptime!(plan.keys / 16) {
+            let mut weights = Array::<u32>::new(4usize);
+            #[unroll]
+            for word in 0..4u32 {
+                let from = comptime!((8 * k_step + 2 * word) as usize);
+                let pair = to_word::<F>(scores[from], scores[from + 1], plan.conversion);
+                weights[comptime!(word as usize)] = pair;
+            }
+            #[unroll]
+            for panel in 0..plan.panels {
+                let at = slot * comptime!(plan.tile())
+                    + comptime!(panel * plan.panel() + k_step * 16 * VECTORS);
+                I::multiply::<F, X, X>(
+                    &weights,
+                    &values_ring,
+                    values_address,
+                    at,
+                    outputs.index_mut(comptime!(panel as usize)),
+                    &mut scratch,
+                    CHANNELS,
+                    comptime!(Operand::from(plan.dtype)),
+                    true,
+                );
+            }
+        }
+        #[unroll]
+        for index in 0..comptime!(plan.keys as usize / 2) {
+            scores[index] = following[index];
+        }
+        slot = after;
+        after = select(after == 2u32, 0u32, after + 1);
+        tile += 1u32;
+    }
+    #[unroll]
+    for panel in 0..plan.panels {
+        let sums = outputs.index_mut(comptime!(panel as usize));
+        I::wait_for_sums(sums, comptime!(CHANNELS / 2));
+    }
+    #[unroll]
+    for row in 0..2u32 {
+        let sum = of_quad(softmax.sums[row as usize], &mut shared, false, plan.plane);
+        let factor = 1.0f32 / sum;
+        let token = first + 8 * row;
+        let to = ((sequence * tokens + token) * heads + head) * words + part;
+        if token < tokens {
+            #[unroll]
+            for panel in 0..plan.panels {
+                let sums = outputs.index(comptime!(panel as usize));
+                #[unroll]
+                for column in 0..comptime!(CHANNELS / 8) {
+                    let from = comptime!((4 * column + 2 * row) as usize);
+                    let low = sums[from] * factor;
+                    let high = sums[from + 1] * factor;
+                    let at = to + comptime!(panel * CHANNELS / 2 + 4 * column);
+                    output[at as usize] = to_word::<F>(low, high, plan.conversion);
+                }
+            }
+        }
+    }
+}

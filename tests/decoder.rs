@@ -372,7 +372,7 @@ fn flash_attention_is_that_of_exact_sums() {
     }
     let mut random = Random::new(46);
     let shapes: &[_] = match emulated {
-        true => &[(1, 3, 2, 1, 64, 90), (1, 130, 1, 1, 64, 140)],
+        true => &[(1, 70, 1, 1, 64, 80)],
         false => &[
             (1, 3, 4, 2, 64, 90),
             (2, 130, 4, 4, 128, 140),
@@ -380,7 +380,10 @@ fn flash_attention_is_that_of_exact_sums() {
             (3, 257, 8, 1, 64, 257),
         ],
     };
-    let shapes = shapes.iter().flat_map(|&shape| [(shape, 1.0), (shape, 6.0)]);
+    // Barriers of the CPU runtime are slow.
+    let spreads: &[_] = if emulated { &[6.0] } else { &[1.0, 6.0] };
+    let shapes =
+        shapes.iter().flat_map(|&shape| spreads.iter().map(move |&spread| (shape, spread)));
     for (at, ((batch, tokens, heads, kv_heads, head_dim, capacity), spread)) in shapes.enumerate() {
         let shape = host::AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity };
         let dtype = [KernelDtype::Bf16, KernelDtype::F16][at / 2 % 2];

@@ -1,6 +1,7 @@
 //! The CubeCL kernels on a GPU. Checks their bits against the reference quantizer, then measures
 //! their speed relative to a device copy: `cargo bench -p benches --features cuda --bench gpu`.
 
+mod attention;
 #[cfg(feature = "cuda")]
 mod calibrate;
 mod check;
@@ -95,6 +96,7 @@ fn main() {
     let mut figures = Figures::new(arguments.json);
     kernels::measure(&client, &arguments, &mut figures);
     products::measure(&client, &arguments, &mut figures);
+    attention::measure(&client, &arguments, &mut figures);
     #[cfg(feature = "cuda")]
     if arguments.forward {
         forward::measure(&client, &arguments, &mut figures);

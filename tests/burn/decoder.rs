@@ -85,27 +85,31 @@ fn attention_is_that_of_tensor_operations_with_and_without_a_cache() {
     }
 }
 
-/// A prompt of three tokens, then one token at a time, from views, with a cache that the test holds
-/// for a while.
+/// A prompt, then one token at a time, from views, with a cache that the test holds for a while.
+/// CUDA also takes a prompt of more than one cube, with heads for its matrix instructions.
 #[test]
 fn every_device_decodes_as_flex_does() {
-    let compute = |device: &Device, dtype: DType| {
+    let compute = |device: &Device, dtype: DType, head_dim: usize, prompt: usize| {
         let values = |seed, count, heads| -> Tensor<4> {
-            random::<4>(seed, [2, heads, count, 16], device).swap_dims(1, 2).cast(dtype)
+            random::<4>(seed, [2, heads, count, head_dim], device).swap_dims(1, 2).cast(dtype)
         };
-        let rotary = RotaryEmbedding::new(&[1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.0], 9, device);
-        let mut cache = KvCache::zeros([2, 2, 8, 16], dtype, device);
+        let capacity = prompt + 5;
+        let inv_freq: Vec<_> = (0..head_dim / 2).map(|at| 0.7f32.powi(at as i32)).collect();
+        let rotary = RotaryEmbedding::new(&inv_freq, capacity + 1, device);
+        let mut cache = KvCache::zeros([2, 2, capacity, head_dim], dtype, device);
         let mut found = Vec::new();
         let mut held: Option<(KvCache, Vec<f32>)> = None;
-        for (seed, (first, count)) in [(0, 3), (3, 1), (4, 1), (5, 1)].into_iter().enumerate() {
+        let steps = [(0, prompt), (prompt, 1), (prompt + 1, 1), (prompt + 2, 1)];
+        for (seed, (first, count)) in steps.into_iter().enumerate() {
             let seed = 10 * seed as u64;
-            let positions = Tensor::<1, Int>::arange(first..first + count as i64, device);
-            let positions = rotary.at(positions, 8, dtype);
+            let positions = first as i64..(first + count) as i64;
+            let positions = Tensor::<1, Int>::arange(positions, device);
+            let positions = rotary.at(positions, capacity, dtype);
             let queries = values(seed, count, 6);
             let [keys, new] = [1, 2].map(|at| values(seed + at, count, 2));
             let (output, next) = attention(queries, keys, new, Some(cache), &positions);
             let [hidden, update] = [3, 4].map(|at| values(seed + at, count, 6));
-            let weight = random::<1>(seed + 5, [16], device).cast(dtype);
+            let weight = random::<1>(seed + 5, [head_dim], device).cast(dtype);
             found.extend(floats(rms_norm(hidden.clone(), weight.clone(), 1e-5)));
             found.extend(add_rms_norm(hidden, update, weight, 1e-5).into_iter().flat_map(floats));
             found.extend(floats(output));
@@ -115,7 +119,7 @@ fn every_device_decodes_as_flex_does() {
             if let Some((cache, before)) = held.take() {
                 assert_eq!(all(&cache), before, "{device:?}: a held cache changed");
             }
-            if first == 4 {
+            if first == prompt + 1 {
                 held = Some((next.clone(), all(&next)));
             }
             cache = next;
@@ -123,16 +127,21 @@ fn every_device_decodes_as_flex_does() {
         found.extend([cache.keys(), cache.values()].into_iter().flat_map(floats));
         found
     };
-    let expected = compute(&Device::flex(), DType::F32);
+    let expected = |head_dim, prompt| compute(&Device::flex(), DType::F32, head_dim, prompt);
+    let [small, large] = [(16, 3), (64, 70)]
+        .map(|(head_dim, prompt)| (head_dim, prompt, expected(head_dim, prompt)));
     for (name, device, dtypes) in devices() {
-        for dtype in dtypes {
+        let sizes = if name == "cuda" { vec![&small, &large] } else { vec![&small] };
+        for (dtype, &(head_dim, prompt, ref expected)) in
+            dtypes.into_iter().flat_map(|dtype| sizes.iter().map(move |&size| (dtype, size)))
+        {
             let tolerance = match dtype {
                 DType::F32 => 2e-5,
                 DType::F16 => 0.01,
                 _ => 0.08,
             };
-            println!("{name} {dtype:?}");
-            assert_close(&compute(&device, dtype), &expected, tolerance);
+            println!("{name} {dtype:?}, {prompt} tokens");
+            assert_close(&compute(&device, dtype, head_dim, prompt), expected, tolerance);
         }
     }
 }

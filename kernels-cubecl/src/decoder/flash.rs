@@ -38,8 +38,6 @@ use crate::memory::check_memory;
 use crate::numeric::element::narrow;
 use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS, WgmmaSupport};
 
-/// Queries of a cube.
-const QUERIES: u32 = UNITS / 2;
 /// Channels of a panel of keys or values, and their vectors of 16 bytes.
 const CHANNELS: u32 = 64;
 const VECTORS: u32 = CHANNELS / 8;
@@ -85,6 +83,8 @@ pub fn check_flash_attention(
 /// Sizes of the attention of a cube.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Flash {
+    /// Units of a cube; half as many queries.
+    units: u32,
     /// Panels of a head.
     panels: u32,
     /// Positions of a tile.
@@ -101,6 +101,10 @@ impl Flash {
     /// Returns the vectors of 16 bytes of a tile.
     const fn tile(&self) -> u32 {
         self.panels * self.panel()
+    }
+
+    const fn queries(&self) -> u32 {
+        self.units / 2
     }
 
     const fn panel(&self) -> u32 {
@@ -169,11 +173,13 @@ pub fn flash_attention(
             (_, false) => launch::<EmulatedWgmma, f16>,
         };
         let emulated = device.wgmma != WgmmaSupport::Ptx;
+        // Processors have as little shared memory as L1 cache, and slow barriers.
+        let (units, keys) = if emulated { (UNITS / 2, 32) } else { (UNITS, 64) };
         let plan = Flash {
+            units,
             panels: head_dim as u32 / CHANNELS,
-            // Processors have as little shared memory as L1 cache.
-            keys: if emulated { 32 } else { 64 },
-            scratch: if emulated { UNITS } else { 1 },
+            keys,
+            scratch: if emulated { units } else { 1 },
             dtype,
             conversion: Conversion::to(dtype, device),
             plane: device.plane,
@@ -196,14 +202,14 @@ fn launch<I: WgmmaInstructions, F: Float>(
     let words = batch * tokens * heads * head_dim / 2;
     let cached = batch * kv_heads * capacity * head_dim / 8;
     let all_heads = (batch * heads) as u32;
-    let cubes = (tokens as u32).div_ceil(QUERIES) * all_heads;
+    let cubes = (tokens as u32).div_ceil(plan.queries()) * all_heads;
     // SAFETY: the lengths are the shape's, which memory was checked for; queries beyond the tokens
     // repeat the last and are not stored, and positions beyond `last` are read as `last`.
     unsafe {
         flash_kernel::launch_unchecked::<I, F>(
             client,
             CubeCount::Static(cubes, 1, 1),
-            CubeDim::new_1d(UNITS),
+            CubeDim::new_1d(plan.units),
             4,
             BufferArg::from_raw_parts(queries, words),
             BufferArg::from_raw_parts(keys, cached),
@@ -246,8 +252,8 @@ fn copy_tile<I: WgmmaInstructions, X: Size>(
 ) {
     let wanted = tile < head.tiles;
     #[unroll]
-    for copy in 0..comptime!(plan.tile() / UNITS) {
-        let at = UNIT_POS + comptime!(copy * UNITS);
+    for copy in 0..comptime!(plan.tile() / plan.units) {
+        let at = UNIT_POS + comptime!(copy * plan.units);
         let (vector, row) = (at % VECTORS, at / VECTORS);
         let (key, panel) = (row % plan.keys, row / plan.keys);
         let position = min(tile * plan.keys + key, head.last);
@@ -407,7 +413,9 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
     let (part, quad) = (UNIT_POS % 4, UNIT_POS % 32 / 4);
     // The longest first.
     let (at, cube) = (CUBE_POS as u32 % all_heads, CUBE_POS as u32 / all_heads);
-    let first = (tokens.div_ceil(QUERIES) - 1 - cube) * QUERIES + UNIT_POS / 32 * 16 + quad;
+    let first = (tokens.div_ceil(comptime!(plan.queries())) - 1 - cube) * comptime!(plan.queries())
+        + UNIT_POS / 32 * 16
+        + quad;
 
     let mut softmax = Softmax {
         counts: Array::<u32>::new(2usize),
@@ -438,9 +446,9 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
     }
     let most = max(softmax.counts[0usize], softmax.counts[1usize]);
     let fewest = min(softmax.counts[0usize], softmax.counts[1usize]);
-    let most = max_of_cube::<u32>(most, plan.plane, UNITS);
+    let most = max_of_cube::<u32>(most, plan.plane, plan.units);
     sync_cube();
-    let fewest = last + 1 - max_of_cube::<u32>(last + 1 - fewest, plan.plane, UNITS);
+    let fewest = last + 1 - max_of_cube::<u32>(last + 1 - fewest, plan.plane, plan.units);
     let (sequence, head) = (at / heads, at % heads);
     let kv_head = sequence * (heads / heads_of_key) + head / heads_of_key;
     let cached = CachedHead { first: kv_head * capacity, last, tiles: most.div_ceil(plan.keys) };
@@ -451,7 +459,7 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
     let mut values_ring =
         Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(3 * ring), 1024usize);
     let mut scratch = Shared::<[Vector<u32, X>]>::new_slice(comptime!(plan.scratch as usize));
-    let of_units = comptime!(if plan.plane >= 4 { 1 } else { UNITS as usize });
+    let of_units = comptime!(if plan.plane >= 4 { 1 } else { plan.units as usize });
     let mut shared = Shared::<[f32]>::new_slice(of_units);
     let keys_address = I::address::<Vector<u32, X>>(&keys_ring);
     let values_address = I::address::<Vector<u32, X>>(&values_ring);

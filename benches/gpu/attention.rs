@@ -1,0 +1,51 @@
+//! Speed of the attention of a prompt.
+
+use benches::{Row, weights};
+use burn_fp4_cubecl::cubecl::client::Client;
+use burn_fp4_cubecl::cubecl::prelude::CubeElement;
+use burn_fp4_cubecl::{Capability, Dtype, check_flash_attention, flash_attention};
+use burn_fp4_formats::bf16;
+use burn_fp4_search::host::AttentionShape;
+
+use crate::figures::Figures;
+use crate::{Arguments, median_seconds};
+
+/// Measures the attention of a layer of an 8B decoder, in bf16.
+pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
+    let device = Capability::of(client);
+    for tokens in [128, 512, 2048, 8192, 32768] {
+        let (heads, kv_heads, head_dim, capacity) = (32, 8, 128, tokens);
+        let shape = AttentionShape { batch: 1, tokens, heads, kv_heads, head_dim, capacity };
+        let name = format!("flash attention, {tokens} tokens");
+        let skipped = arguments.filter.as_ref().is_some_and(|part| !name.contains(part));
+        if skipped || check_flash_attention(&device, &shape, tokens, Dtype::Bf16).is_err() {
+            continue;
+        }
+        let upload = |heads: usize| {
+            let values: Vec<_> =
+                weights(heads * tokens * head_dim).into_iter().map(bf16::from_f32).collect();
+            client.create_from_slice(bf16::as_bytes(&values))
+        };
+        let (queries, cache) = (upload(heads), [upload(kv_heads), upload(kv_heads)]);
+        let position: Vec<_> = (0..tokens as i32).collect();
+        let position = client.create_from_slice(i32::as_bytes(&position));
+        let seconds = median_seconds(client, arguments, || {
+            let (queries, cache) = (queries.clone(), cache.clone());
+            let outputs = flash_attention(
+                client,
+                &device,
+                queries,
+                cache,
+                position.clone(),
+                shape,
+                tokens,
+                Dtype::Bf16,
+            );
+            drop(outputs.expect("memory of the shape"));
+        });
+        let values = tokens * heads * head_dim;
+        // Queries, outputs, keys and values; a copy moves as much at 4 TB/s.
+        let bytes = 2 * (2 * values + 2 * tokens * kv_heads * head_dim);
+        figures.push(Row::new(&name, values, bytes, seconds, bytes as f64 / 4.0e12));
+    }
+}

@@ -107,6 +107,11 @@ impl Flash {
         self.units / 2
     }
 
+    /// Returns the words of a head.
+    const fn words(&self) -> u32 {
+        self.panels * CHANNELS / 2
+    }
+
     const fn panel(&self) -> u32 {
         self.keys * VECTORS
     }
@@ -131,7 +136,9 @@ impl Flash {
 /// let device = Capability::of(&client); // an H100
 /// let (tokens, capacity) = (100, 128);
 /// let shape = AttentionShape { batch: 1, tokens, heads: 4, kv_heads: 2, head_dim: 64, capacity };
-/// let zeros = |heads: usize, tokens: usize| client.create_from_slice(&vec![0; heads * tokens * 128]);
+/// let zeros = |heads: usize, tokens: usize| {
+///     client.create_from_slice(&vec![0; heads * tokens * 64 * 2])
+/// };
 /// let (queries, cache) = (zeros(4, tokens), [(); 2].map(|()| zeros(2, capacity)));
 /// let position: Vec<i32> = (0..100).collect();
 /// let position = client.create_from_slice(i32::as_bytes(&position));
@@ -309,6 +316,23 @@ struct Softmax {
     sums: Array<f32>,
 }
 
+/// Begins the softmax of a unit's rows.
+#[cube]
+fn softmax(positions: &[i32], first: u32, tokens: u32, last: u32) -> Softmax {
+    let mut counts = Array::<u32>::new(2usize);
+    let mut largest = Array::<f32>::new(2usize);
+    let mut sums = Array::<f32>::new(2usize);
+    #[unroll]
+    for row in 0..2u32 {
+        let at = comptime!(row as usize);
+        let token = min(first + 8 * row, tokens - 1);
+        counts[at] = position_of(positions, token, last) + 1;
+        largest[at] = f32::min_value();
+        sums[at] = 0.0f32;
+    }
+    Softmax { counts, largest, sums }
+}
+
 /// Turns the scores of a tile into weights. Returns the factors of the sums of earlier tiles.
 #[cube]
 fn weigh<I: WgmmaInstructions>(
@@ -391,6 +415,88 @@ fn to_word<F: Float>(first: f32, second: f32, #[comptime] conversion: Conversion
     u32::reinterpret(pair)
 }
 
+/// Loads the queries `first` and `first + 8` of a head, which begins with row `row`: words of A of
+/// every k step.
+#[cube]
+fn load_queries(
+    from: &[u32],
+    row: u32,
+    first: u32,
+    tokens: u32,
+    #[comptime] plan: Flash,
+) -> Sequence<Array<u32>> {
+    let mut words = Sequence::<Array<u32>>::new();
+    #[unroll]
+    for k_step in 0..comptime!(plan.panels * K_STEPS) {
+        let mut a = Array::<u32>::new(4usize);
+        #[unroll]
+        for word in 0..4u32 {
+            let token = min(first + comptime!(word % 2 * 8), tokens - 1);
+            let at = (row + token) * comptime!(plan.words()) + UNIT_POS % 4;
+            a[comptime!(word as usize)] =
+                from[(at + comptime!(k_step * 8 + word / 2 * 4)) as usize];
+        }
+        words.push(a);
+    }
+    words
+}
+
+/// Starts to add the weights of a tile times its values to the outputs.
+#[cube]
+fn add_tile<I: WgmmaInstructions, F: Float, X: Size>(
+    weights: &Array<f32>,
+    values: &[Vector<u32, X>],
+    address: u32,
+    outputs: &mut Sequence<Array<f32>>,
+    scratch: &mut [Vector<u32, X>],
+    slot: u32,
+    #[comptime] plan: Flash,
+) {
+    #[unroll]
+    for k_step in 0..comptime!(plan.keys / 16) {
+        let mut a = Array::<u32>::new(4usize);
+        #[unroll]
+        for word in 0..4u32 {
+            let from = comptime!((8 * k_step + 2 * word) as usize);
+            let pair = to_word::<F>(weights[from], weights[from + 1], plan.conversion);
+            a[comptime!(word as usize)] = pair;
+        }
+        #[unroll]
+        for panel in 0..plan.panels {
+            let of_panel = comptime!(panel * plan.panel() + k_step * 16 * VECTORS);
+            I::multiply::<F, X, X>(
+                &a,
+                values,
+                address,
+                slot * comptime!(plan.tile()) + of_panel,
+                outputs.index_mut(comptime!(panel as usize)),
+                scratch,
+                CHANNELS,
+                comptime!(Operand::from(plan.dtype)),
+                true,
+            );
+        }
+    }
+}
+
+/// Waits for the outputs, and multiplies their two rows by factors.
+#[cube]
+fn scale_outputs<I: WgmmaInstructions>(
+    outputs: &mut Sequence<Array<f32>>,
+    factors: &Array<f32>,
+    #[comptime] plan: Flash,
+) {
+    #[unroll]
+    for panel in 0..plan.panels {
+        let sums = outputs.index_mut(comptime!(panel as usize));
+        I::wait_for_sums(sums, comptime!(CHANNELS / 2));
+        #[unroll]
+        for index in 0..comptime!(CHANNELS as usize / 2) {
+            sums[index] *= factors[comptime!(index / 2 % 2)];
+        }
+    }
+}
+
 /// Runs the loop at the head of this file.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
@@ -409,41 +515,12 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
     scale: f32,
     #[comptime] plan: Flash,
 ) {
-    let words = comptime!(plan.panels * CHANNELS / 2);
-    let (part, quad) = (UNIT_POS % 4, UNIT_POS % 32 / 4);
     // The longest first.
     let (at, cube) = (CUBE_POS as u32 % all_heads, CUBE_POS as u32 / all_heads);
-    let first = (tokens.div_ceil(comptime!(plan.queries())) - 1 - cube) * comptime!(plan.queries())
-        + UNIT_POS / 32 * 16
-        + quad;
-
-    let mut softmax = Softmax {
-        counts: Array::<u32>::new(2usize),
-        largest: Array::<f32>::new(2usize),
-        sums: Array::<f32>::new(2usize),
-    };
-    let mut loaded = Sequence::<Array<u32>>::new();
-    #[unroll]
-    for _ in 0..comptime!(plan.panels * K_STEPS) {
-        loaded.push(Array::<u32>::new(4usize));
-    }
-    #[unroll]
-    for row in 0..2u32 {
-        let token = min(first + 8 * row, tokens - 1);
-        softmax.counts[row as usize] = position_of(positions, token, last) + 1;
-        softmax.largest[row as usize] = f32::min_value();
-        softmax.sums[row as usize] = 0.0f32;
-        let from = (at * tokens + token) * words + part;
-        #[unroll]
-        for k_step in 0..comptime!(plan.panels * K_STEPS) {
-            #[unroll]
-            for half in 0..2u32 {
-                let word = queries[(from + comptime!(k_step * 8 + half * 4)) as usize];
-                loaded.index_mut(comptime!(k_step as usize))
-                    [comptime!((2 * half + row) as usize)] = word;
-            }
-        }
-    }
+    let cube = (tokens.div_ceil(comptime!(plan.queries())) - 1 - cube) * comptime!(plan.queries());
+    let first = cube + UNIT_POS / 32 * 16 + UNIT_POS % 32 / 4;
+    let loaded = load_queries(queries, at * tokens, first, tokens, plan);
+    let mut softmax = softmax(positions, first, tokens, last);
     let most = max(softmax.counts[0usize], softmax.counts[1usize]);
     let fewest = min(softmax.counts[0usize], softmax.counts[1usize]);
     let most = max_of_cube::<u32>(most, plan.plane, plan.units);
@@ -453,16 +530,16 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
     let kv_head = sequence * (heads / heads_of_key) + head / heads_of_key;
     let cached = CachedHead { first: kv_head * capacity, last, tiles: most.div_ceil(plan.keys) };
 
-    let ring = comptime!(plan.tile() as usize);
+    let tile = comptime!(plan.tile() as usize);
     let mut keys_ring =
-        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(2 * ring), 1024usize);
+        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(2 * tile), 1024usize);
     let mut values_ring =
-        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(3 * ring), 1024usize);
+        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(3 * tile), 1024usize);
     let mut scratch = Shared::<[Vector<u32, X>]>::new_slice(comptime!(plan.scratch as usize));
     let of_units = comptime!(if plan.plane >= 4 { 1 } else { plan.units as usize });
     let mut shared = Shared::<[f32]>::new_slice(of_units);
-    let keys_address = I::address::<Vector<u32, X>>(&keys_ring);
-    let values_address = I::address::<Vector<u32, X>>(&values_ring);
+    let to_keys = I::address::<Vector<u32, X>>(&keys_ring);
+    let to_values = I::address::<Vector<u32, X>>(&values_ring);
 
     let mut outputs = Sequence::<Array<f32>>::new();
     #[unroll]
@@ -475,15 +552,15 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
         outputs.push(sums);
     }
     let zero = 0u32.runtime();
-    copy_tile::<I, X>(keys, &mut keys_ring, keys_address, zero, zero, &cached, plan);
+    copy_tile::<I, X>(keys, &mut keys_ring, to_keys, zero, zero, &cached, plan);
     I::commit_copies();
-    copy_tile::<I, X>(keys, &mut keys_ring, keys_address, zero + 1, zero + 1, &cached, plan);
-    copy_tile::<I, X>(values, &mut values_ring, values_address, zero, zero, &cached, plan);
+    copy_tile::<I, X>(keys, &mut keys_ring, to_keys, zero + 1, zero + 1, &cached, plan);
+    copy_tile::<I, X>(values, &mut values_ring, to_values, zero, zero, &cached, plan);
     I::commit_copies();
     I::wait_for_copies(1u32);
     sync_cube();
     let mut scores = Array::<f32>::new(comptime!(plan.keys as usize / 2));
-    score_tile::<I, F, X>(&loaded, &keys_ring, keys_address, &mut scratch, &mut scores, zero, plan);
+    score_tile::<I, F, X>(&loaded, &keys_ring, to_keys, &mut scratch, &mut scores, zero, plan);
     I::wait_for_sums(&mut scores, comptime!(plan.keys / 2));
 
     // All of whose positions every query attends to.
@@ -494,96 +571,72 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
     while tile < cached.tiles {
         I::wait_for_copies(0u32);
         sync_cube();
-        let (odd, ahead) = (tile % 2, tile + 2);
-        copy_tile::<I, X>(keys, &mut keys_ring, keys_address, odd, ahead, &cached, plan);
-        let next = tile + 1;
-        copy_tile::<I, X>(values, &mut values_ring, values_address, after, next, &cached, plan);
+        let odd = tile % 2;
+        copy_tile::<I, X>(keys, &mut keys_ring, to_keys, odd, tile + 2, &cached, plan);
+        copy_tile::<I, X>(values, &mut values_ring, to_values, after, tile + 1, &cached, plan);
         I::commit_copies();
         // Behind the last tile, of an earlier one: not used.
-        let mut following = Array::<f32>::new(comptime!(plan.keys as usize / 2));
-        let slot_of_next = 1 - odd;
-        score_tile::<I, F, X>(
-            &loaded,
-            &keys_ring,
-            keys_address,
-            &mut scratch,
-            &mut following,
-            slot_of_next,
-            plan,
-        );
+        let mut next = Array::<f32>::new(comptime!(plan.keys as usize / 2));
+        let even = 1 - odd;
+        score_tile::<I, F, X>(&loaded, &keys_ring, to_keys, &mut scratch, &mut next, even, plan);
         let factors = if tile < whole {
             weigh::<I>(&mut scores, &mut softmax, &mut shared, tile, scale, false, plan)
         } else {
             weigh::<I>(&mut scores, &mut softmax, &mut shared, tile, scale, true, plan)
         };
-        I::wait_for_sums(&mut following, comptime!(plan.keys / 2));
-        #[unroll]
-        for panel in 0..plan.panels {
-            let sums = outputs.index_mut(comptime!(panel as usize));
-            I::wait_for_sums(sums, comptime!(CHANNELS / 2));
-            #[unroll]
-            for index in 0..comptime!(CHANNELS as usize / 2) {
-                sums[index] *= factors[comptime!(index / 2 % 2)];
-            }
-        }
-        #[unroll]
-        for k_step in 0..comptime!(plan.keys / 16) {
-            let mut weights = Array::<u32>::new(4usize);
-            #[unroll]
-            for word in 0..4u32 {
-                let from = comptime!((8 * k_step + 2 * word) as usize);
-                let pair = to_word::<F>(scores[from], scores[from + 1], plan.conversion);
-                weights[comptime!(word as usize)] = pair;
-            }
-            #[unroll]
-            for panel in 0..plan.panels {
-                let at = slot * comptime!(plan.tile())
-                    + comptime!(panel * plan.panel() + k_step * 16 * VECTORS);
-                I::multiply::<F, X, X>(
-                    &weights,
-                    &values_ring,
-                    values_address,
-                    at,
-                    outputs.index_mut(comptime!(panel as usize)),
-                    &mut scratch,
-                    CHANNELS,
-                    comptime!(Operand::from(plan.dtype)),
-                    true,
-                );
-            }
-        }
+        I::wait_for_sums(&mut next, comptime!(plan.keys / 2));
+        scale_outputs::<I>(&mut outputs, &factors, plan);
+        add_tile::<I, F, X>(
+            &scores,
+            &values_ring,
+            to_values,
+            &mut outputs,
+            &mut scratch,
+            slot,
+            plan,
+        );
         #[unroll]
         for index in 0..comptime!(plan.keys as usize / 2) {
-            scores[index] = following[index];
+            scores[index] = next[index];
         }
         slot = after;
         after = select(after == 2u32, 0u32, after + 1);
         tile += 1u32;
     }
+    let mut factors = Array::<f32>::new(2usize);
     #[unroll]
-    for panel in 0..plan.panels {
-        let sums = outputs.index_mut(comptime!(panel as usize));
-        I::wait_for_sums(sums, comptime!(CHANNELS / 2));
+    for row in 0..2usize {
+        factors[row] = 1.0f32 / of_quad(softmax.sums[row], &mut shared, false, plan.plane);
     }
+    scale_outputs::<I>(&mut outputs, &factors, plan);
     #[unroll]
     for row in 0..2u32 {
-        let sum = of_quad(softmax.sums[row as usize], &mut shared, false, plan.plane);
-        let factor = 1.0f32 / sum;
         let token = first + 8 * row;
-        let to = ((sequence * tokens + token) * heads + head) * words + part;
         if token < tokens {
-            #[unroll]
-            for panel in 0..plan.panels {
-                let sums = outputs.index(comptime!(panel as usize));
-                #[unroll]
-                for column in 0..comptime!(CHANNELS / 8) {
-                    let from = comptime!((4 * column + 2 * row) as usize);
-                    let low = sums[from] * factor;
-                    let high = sums[from + 1] * factor;
-                    let at = to + comptime!(panel * CHANNELS / 2 + 4 * column);
-                    output[at as usize] = to_word::<F>(low, high, plan.conversion);
-                }
-            }
+            let to = (sequence * tokens + token) * heads + head;
+            store_row::<F>(&outputs, output, to, row, plan);
+        }
+    }
+}
+
+/// Stores a row of the outputs of a unit.
+#[cube]
+fn store_row<F: Float>(
+    outputs: &Sequence<Array<f32>>,
+    output: &mut [u32],
+    to: u32,
+    #[comptime] row: u32,
+    #[comptime] plan: Flash,
+) {
+    let to = to * comptime!(plan.words()) + UNIT_POS % 4;
+    #[unroll]
+    for panel in 0..plan.panels {
+        let values = outputs.index(comptime!(panel as usize));
+        #[unroll]
+        for column in 0..VECTORS {
+            let from = comptime!((4 * column + 2 * row) as usize);
+            let word = to_word::<F>(values[from], values[from + 1], plan.conversion);
+            output[(to + comptime!(panel * CHANNELS / 2 + 4 * column)) as usize] = word;
         }
     }
 }

@@ -4,7 +4,7 @@
 use burn_fp4_search::formats::E4M3;
 use cubecl::prelude::*;
 
-use super::{Operand, WgmmaInstructions};
+use super::wgmma::{Operand, WgmmaInstructions};
 use crate::numeric::scale_grid::{float_value, round_to_float};
 
 /// The emulated instructions.
@@ -142,7 +142,7 @@ impl WgmmaInstructions for EmulatedWgmma {
                     for column in 0..comptime!(columns / 4) {
                         let row = column / 2 * 8 + column % 2 + 2 * part;
                         let value = if comptime!(transposed) {
-                            transposed_pair(&values, at, 2 * pair + 8 * half, row)
+                            transposed_pair(values, at, 2 * pair + 8 * half, row)
                         } else {
                             let vector = at % 8;
                             let slot = at - vector + row * 8 + ((vector + half) ^ (row % 8));

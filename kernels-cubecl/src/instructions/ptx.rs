@@ -1,7 +1,7 @@
 //! Instructions of Hopper as operations of our own; the only file with PTX.
 //!
 //! CubeCL's compiler has neither asynchronous copies nor the matrix instructions of a warpgroup.
-//! The operations here are lowered to inline assembly instead. `mod.rs` defines them;
+//! The operations here are lowered to inline assembly instead. `wgmma.rs` defines them;
 //! [`prefetch_l2`] is for `matmul/prefetch.rs`.
 //!
 //! The descriptor of B has 64 bits, with addresses and distances in units of 16 bytes:
@@ -24,7 +24,7 @@ use pliron::value::Value;
 use pliron_llvm::ops as llvm;
 use pliron_llvm::types::{StructLayout, StructType, VoidType};
 
-use super::{Operand, WgmmaInstructions};
+use super::wgmma::{Operand, WgmmaInstructions};
 
 /// Words of A that a unit holds.
 const WORDS: usize = 4;

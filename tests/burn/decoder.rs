@@ -147,7 +147,7 @@ fn every_device_decodes_as_flex_does() {
             dtypes.into_iter().flat_map(|dtype| sizes.iter().map(move |&size| (dtype, size)))
         {
             println!("{name} {dtype:?}, {prompt} tokens");
-            let tolerance = tolerance(&name, dtype);
+            let tolerance = tolerance(name, dtype);
             assert_close(&compute(&device, dtype, head_dim, prompt), expected, tolerance);
         }
     }
@@ -439,7 +439,7 @@ fn packed_kv_caches_hold_the_bits_of_the_host_on_every_device() {
                 let [keys, values] = new;
                 let at = rotary_on_flex.at(positions(&flex), 8, DType::F32);
                 let (expected, _) = attention(queries, keys, values, Some(dense), &at);
-                let tolerance = tolerance(&name, dtype);
+                let tolerance = tolerance(name, dtype);
                 assert_close(&floats(output), &floats(expected), tolerance);
             }
         }

@@ -18,7 +18,11 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
         let shape = AttentionShape { batch: 1, tokens, heads, kv_heads, head_dim, capacity };
         let name = format!("flash attention, {tokens} tokens");
         let skipped = arguments.filter.as_ref().is_some_and(|part| !name.contains(part));
-        if skipped || check_flash_attention(&device, &shape, tokens, Dtype::Bf16).is_err() {
+        if skipped {
+            continue;
+        }
+        if let Err(refusal) = check_flash_attention(&device, &shape, tokens, Dtype::Bf16) {
+            eprintln!("{name}: {refusal}");
             continue;
         }
         let upload = |heads: usize| {

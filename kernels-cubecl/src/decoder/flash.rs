@@ -1,4 +1,4 @@
-//! Attention of the tokens of a prompt without their scores in memory (flash attention), by the
+//! Attention of the tokens of a prompt without their scores in memory (flash attention), using the
 //! matrix instructions of a warpgroup.
 //!
 //! A cube has 128 queries of a head, 64 for each of two warpgroups. It reads the cached keys and
@@ -12,7 +12,7 @@
 //!
 //! scores = queries x keys of tile 0
 //! for tile in the tiles:
-//!     wait until keys of `tile + 1` and values of `tile` have been copied; copy those after them
+//!     wait for the keys of `tile + 1` and the values of `tile`; start to copy the next of each
 //!     start    next = queries x keys of `tile + 1`
 //!     weights = exp2(scores - largest), while `next` and the outputs before are computed
 //!     wait for next and the outputs
@@ -62,21 +62,22 @@ const K_STEPS: u32 = CHANNELS / 16;
 /// ```
 ///
 /// # Errors
-/// [`Refusal`]: a device without these instructions, f32, heads of other than 64 or 128 channels,
-/// and as [`rotate_into_cache`](super::rotate_into_cache).
+/// [`Refusal`]: a device without WGMMA, f32, heads of other than 64 or 128 channels, or a shape that
+/// [`check_attention`](super::check_attention) refuses for any number of tokens.
 pub fn check_flash_attention(
     device: &Capability,
     shape: &AttentionShape,
     positions: usize,
     dtype: Dtype,
 ) -> Result<(), Refusal> {
+    device.check_decoder(dtype)?;
     check_prompt(shape, positions)?;
     let refuse = |reason| Err(Refusal::Instructions { reason });
     match (device.wgmma, dtype, shape.head_dim) {
         (WgmmaSupport::None, ..) => refuse("the device has no WGMMA"),
         (_, Dtype::F32, _) => refuse("queries are f32; WGMMA takes f16 and bf16"),
         (.., 64 | 128) => Ok(()),
-        _ => refuse("heads have other than 64 or 128 channels"),
+        _ => refuse("a head has neither 64 nor 128 channels"),
     }
 }
 
@@ -88,7 +89,7 @@ struct Flash {
     /// Panels of a head.
     panels: u32,
     /// Positions of a tile.
-    keys: u32,
+    positions: u32,
     /// Vectors that the emulation of the instructions needs.
     scratch: u32,
     dtype: Dtype,
@@ -113,7 +114,7 @@ impl Flash {
     }
 
     const fn panel(&self) -> u32 {
-        self.keys * VECTORS
+        self.positions * VECTORS
     }
 }
 
@@ -179,13 +180,14 @@ pub fn flash_attention(
             (_, true) => launch::<EmulatedWgmma, bf16>,
             (_, false) => launch::<EmulatedWgmma, f16>,
         };
-        let emulated = device.wgmma != WgmmaSupport::Ptx;
-        // Processors have as little shared memory as L1 cache, and slow barriers.
-        let (units, keys) = if emulated { (UNITS / 2, 32) } else { (UNITS, 64) };
+        let emulated = !(cfg!(feature = "cuda") && device.wgmma == WgmmaSupport::Ptx);
+        // The CPU runtime has slow barriers, and only the L1 cache as shared memory: half a cube and
+        // half a tile.
+        let (units, of_tile) = if emulated { (UNITS / 2, 32) } else { (UNITS, 64) };
         let plan = Flash {
             units,
             panels: head_dim as u32 / CHANNELS,
-            keys,
+            positions: of_tile,
             scratch: if emulated { units } else { 1 },
             dtype,
             conversion: Conversion::to(dtype, device),
@@ -235,7 +237,7 @@ fn launch<I: WgmmaInstructions, F: Float>(
     }
 }
 
-/// Where the keys and values of a head are in the KV cache.
+/// Place of a head's keys and values in the KV cache.
 #[derive(CubeType, Clone, Copy)]
 struct CachedHead {
     /// Its first row.
@@ -262,8 +264,8 @@ fn copy_tile<I: WgmmaInstructions, X: Size>(
     for copy in 0..comptime!(plan.tile() / plan.units) {
         let at = UNIT_POS + comptime!(copy * plan.units);
         let (vector, row) = (at % VECTORS, at / VECTORS);
-        let (key, panel) = (row % plan.keys, row / plan.keys);
-        let position = min(tile * plan.keys + key, head.last);
+        let (key, panel) = (row % plan.positions, row / plan.positions);
+        let position = min(tile * plan.positions + key, head.last);
         let at = (head.first + position) * comptime!(plan.panels * VECTORS) + panel * VECTORS;
         let to = slot * comptime!(plan.tile()) + row * VECTORS + (vector ^ (key % 8));
         I::copy(wanted, ring, address, to, from, at + vector, 1u32, 16u32);
@@ -282,7 +284,7 @@ fn score_tile<I: WgmmaInstructions, F: Float, X: Size>(
     #[comptime] plan: Flash,
 ) {
     #[unroll]
-    for index in 0..comptime!(plan.keys as usize / 2) {
+    for index in 0..comptime!(plan.positions as usize / 2) {
         scores[index] = 0.0f32;
     }
     #[unroll]
@@ -297,7 +299,7 @@ fn score_tile<I: WgmmaInstructions, F: Float, X: Size>(
                 at,
                 scores,
                 scratch,
-                plan.keys,
+                plan.positions,
                 comptime!(Operand::from(plan.dtype)),
                 false,
             );
@@ -351,12 +353,15 @@ fn weigh<I: WgmmaInstructions>(
         let mut largest = softmax.largest[row];
         let count = softmax.counts[row];
         #[unroll]
-        for index in 0..comptime!(plan.keys / 4) {
+        for index in 0..comptime!(plan.positions / 4) {
             let column = comptime!(index / 2 * 8 + index % 2);
             let at = comptime!((index / 2 * 4 + index % 2) as usize + 2 * row);
             if comptime!(masked) {
-                let position = tile * plan.keys + 2 * part + column;
-                scores[at] = select(position < count, scores[at], f32::min_value());
+                let position = tile * plan.positions + 2 * part + column;
+                // -inf, not the least float: a row whose scores are all -inf stays NaN and never
+                // sees later tokens.
+                let hidden = f32::reinterpret(0xFF80_0000u32);
+                scores[at] = select(position < count, scores[at], hidden);
             }
             largest = max(largest, scores[at]);
         }
@@ -366,7 +371,7 @@ fn weigh<I: WgmmaInstructions>(
         let shift = largest * scale;
         let mut sum = softmax.sums[row] * factor;
         #[unroll]
-        for index in 0..comptime!(plan.keys / 4) {
+        for index in 0..comptime!(plan.positions / 4) {
             let at = comptime!((index / 2 * 4 + index % 2) as usize + 2 * row);
             let weight = I::exp2(fma(scores[at], scale, -shift));
             scores[at] = weight;
@@ -441,6 +446,22 @@ fn load_queries(
     words
 }
 
+/// Returns outputs of 0 of every panel.
+#[cube]
+fn no_outputs(#[comptime] plan: Flash) -> Sequence<Array<f32>> {
+    let mut outputs = Sequence::<Array<f32>>::new();
+    #[unroll]
+    for _ in 0..plan.panels {
+        let mut sums = Array::<f32>::new(comptime!(CHANNELS as usize / 2));
+        #[unroll]
+        for index in 0..comptime!(CHANNELS as usize / 2) {
+            sums[index] = 0.0f32;
+        }
+        outputs.push(sums);
+    }
+    outputs
+}
+
 /// Starts to add the weights of a tile times its values to the outputs.
 #[cube]
 fn add_tile<I: WgmmaInstructions, F: Float, X: Size>(
@@ -453,7 +474,7 @@ fn add_tile<I: WgmmaInstructions, F: Float, X: Size>(
     #[comptime] plan: Flash,
 ) {
     #[unroll]
-    for k_step in 0..comptime!(plan.keys / 16) {
+    for k_step in 0..comptime!(plan.positions / 16) {
         let mut a = Array::<u32>::new(4usize);
         #[unroll]
         for word in 0..4u32 {
@@ -497,6 +518,22 @@ fn scale_outputs<I: WgmmaInstructions>(
     }
 }
 
+/// Divides the outputs by the sums of their weights.
+#[cube]
+fn divide_outputs<I: WgmmaInstructions>(
+    outputs: &mut Sequence<Array<f32>>,
+    softmax: &Softmax,
+    shared: &mut [f32],
+    #[comptime] plan: Flash,
+) {
+    let mut factors = Array::<f32>::new(2usize);
+    #[unroll]
+    for row in 0..2usize {
+        factors[row] = 1.0f32 / of_quad(softmax.sums[row], shared, false, plan.plane);
+    }
+    scale_outputs::<I>(outputs, &factors, plan);
+}
+
 /// Runs the loop at the head of this file.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments)]
@@ -508,14 +545,15 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
     output: &mut [u32],
     tokens: u32,
     heads: u32,
-    heads_of_key: u32,
+    queries_per_kv_head: u32,
     all_heads: u32,
     capacity: u32,
     last: u32,
     scale: f32,
     #[comptime] plan: Flash,
 ) {
-    // The longest first.
+    // The last queries attend to the most positions. Their cubes begin first, so that none of them
+    // finishes alone.
     let (at, cube) = (CUBE_POS as u32 % all_heads, CUBE_POS as u32 / all_heads);
     let cube = (tokens.div_ceil(comptime!(plan.queries())) - 1 - cube) * comptime!(plan.queries());
     let first = cube + UNIT_POS / 32 * 16 + UNIT_POS % 32 / 4;
@@ -527,88 +565,92 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
     sync_cube();
     let fewest = last + 1 - max_of_cube::<u32>(last + 1 - fewest, plan.plane, plan.units);
     let (sequence, head) = (at / heads, at % heads);
-    let kv_head = sequence * (heads / heads_of_key) + head / heads_of_key;
-    let cached = CachedHead { first: kv_head * capacity, last, tiles: most.div_ceil(plan.keys) };
+    let kv_head = sequence * (heads / queries_per_kv_head) + head / queries_per_kv_head;
+    let cached =
+        CachedHead { first: kv_head * capacity, last, tiles: most.div_ceil(plan.positions) };
 
-    let tile = comptime!(plan.tile() as usize);
+    let vectors = comptime!(plan.tile() as usize);
     let mut keys_ring =
-        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(2 * tile), 1024usize);
+        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(2 * vectors), 1024usize);
     let mut values_ring =
-        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(3 * tile), 1024usize);
+        Shared::<[Vector<u32, X>]>::new_aligned_slice(comptime!(3 * vectors), 1024usize);
     let mut scratch = Shared::<[Vector<u32, X>]>::new_slice(comptime!(plan.scratch as usize));
     let of_units = comptime!(if plan.plane >= 4 { 1 } else { plan.units as usize });
     let mut shared = Shared::<[f32]>::new_slice(of_units);
-    let to_keys = I::address::<Vector<u32, X>>(&keys_ring);
-    let to_values = I::address::<Vector<u32, X>>(&values_ring);
+    let keys_address = I::address::<Vector<u32, X>>(&keys_ring);
+    let values_address = I::address::<Vector<u32, X>>(&values_ring);
 
-    let mut outputs = Sequence::<Array<f32>>::new();
-    #[unroll]
-    for _ in 0..plan.panels {
-        let mut sums = Array::<f32>::new(comptime!(CHANNELS as usize / 2));
-        #[unroll]
-        for index in 0..comptime!(CHANNELS as usize / 2) {
-            sums[index] = 0.0f32;
-        }
-        outputs.push(sums);
-    }
+    let mut outputs = no_outputs(plan);
     let zero = 0u32.runtime();
-    copy_tile::<I, X>(keys, &mut keys_ring, to_keys, zero, zero, &cached, plan);
+    copy_tile::<I, X>(keys, &mut keys_ring, keys_address, zero, zero, &cached, plan);
     I::commit_copies();
-    copy_tile::<I, X>(keys, &mut keys_ring, to_keys, zero + 1, zero + 1, &cached, plan);
-    copy_tile::<I, X>(values, &mut values_ring, to_values, zero, zero, &cached, plan);
+    copy_tile::<I, X>(keys, &mut keys_ring, keys_address, zero + 1, zero + 1, &cached, plan);
+    copy_tile::<I, X>(values, &mut values_ring, values_address, zero, zero, &cached, plan);
     I::commit_copies();
     I::wait_for_copies(1u32);
     sync_cube();
-    let mut scores = Array::<f32>::new(comptime!(plan.keys as usize / 2));
-    score_tile::<I, F, X>(&loaded, &keys_ring, to_keys, &mut scratch, &mut scores, zero, plan);
-    I::wait_for_sums(&mut scores, comptime!(plan.keys / 2));
+    let mut scores = Array::<f32>::new(comptime!(plan.positions as usize / 2));
+    score_tile::<I, F, X>(&loaded, &keys_ring, keys_address, &mut scratch, &mut scores, zero, plan);
+    I::wait_for_sums(&mut scores, comptime!(plan.positions / 2));
 
-    // All of whose positions every query attends to.
-    let whole = fewest / plan.keys;
+    // Tiles before this one need no mask: every query attends to all of their positions.
+    let whole = fewest / plan.positions;
     // Slots of the ring of values: of this tile and the next.
-    let (mut slot, mut after) = (zero, zero + 1);
+    let (mut value_slot, mut next_value_slot) = (zero, zero + 1);
     let mut tile = zero;
     while tile < cached.tiles {
         I::wait_for_copies(0u32);
         sync_cube();
-        let odd = tile % 2;
-        copy_tile::<I, X>(keys, &mut keys_ring, to_keys, odd, tile + 2, &cached, plan);
-        copy_tile::<I, X>(values, &mut values_ring, to_values, after, tile + 1, &cached, plan);
+        let key_slot = tile % 2;
+        copy_tile::<I, X>(keys, &mut keys_ring, keys_address, key_slot, tile + 2, &cached, plan);
+        copy_tile::<I, X>(
+            values,
+            &mut values_ring,
+            values_address,
+            next_value_slot,
+            tile + 1,
+            &cached,
+            plan,
+        );
         I::commit_copies();
-        // Behind the last tile, of an earlier one: not used.
-        let mut next = Array::<f32>::new(comptime!(plan.keys as usize / 2));
-        let even = 1 - odd;
-        score_tile::<I, F, X>(&loaded, &keys_ring, to_keys, &mut scratch, &mut next, even, plan);
+        // After the last tile the slot is stale or unwritten. Nothing reads these scores: a branch
+        // would serialize the multiplications.
+        let mut next = Array::<f32>::new(comptime!(plan.positions as usize / 2));
+        let next_key_slot = 1 - key_slot;
+        score_tile::<I, F, X>(
+            &loaded,
+            &keys_ring,
+            keys_address,
+            &mut scratch,
+            &mut next,
+            next_key_slot,
+            plan,
+        );
         let factors = if tile < whole {
             weigh::<I>(&mut scores, &mut softmax, &mut shared, tile, scale, false, plan)
         } else {
             weigh::<I>(&mut scores, &mut softmax, &mut shared, tile, scale, true, plan)
         };
-        I::wait_for_sums(&mut next, comptime!(plan.keys / 2));
+        I::wait_for_sums(&mut next, comptime!(plan.positions / 2));
         scale_outputs::<I>(&mut outputs, &factors, plan);
         add_tile::<I, F, X>(
             &scores,
             &values_ring,
-            to_values,
+            values_address,
             &mut outputs,
             &mut scratch,
-            slot,
+            value_slot,
             plan,
         );
         #[unroll]
-        for index in 0..comptime!(plan.keys as usize / 2) {
+        for index in 0..comptime!(plan.positions as usize / 2) {
             scores[index] = next[index];
         }
-        slot = after;
-        after = select(after == 2u32, 0u32, after + 1);
+        value_slot = next_value_slot;
+        next_value_slot = select(value_slot == 2u32, 0u32, value_slot + 1);
         tile += 1u32;
     }
-    let mut factors = Array::<f32>::new(2usize);
-    #[unroll]
-    for row in 0..2usize {
-        factors[row] = 1.0f32 / of_quad(softmax.sums[row], &mut shared, false, plan.plane);
-    }
-    scale_outputs::<I>(&mut outputs, &factors, plan);
+    divide_outputs::<I>(&mut outputs, &softmax, &mut shared, plan);
     #[unroll]
     for row in 0..2u32 {
         let token = first + 8 * row;
@@ -638,5 +680,36 @@ fn store_row<F: Float>(
             let word = to_word::<F>(values[from], values[from + 1], plan.conversion);
             output[(to + comptime!(panel * CHANNELS / 2 + 4 * column)) as usize] = word;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::prefill::check_prefill;
+    use super::*;
+    use crate::plan::GPU;
+
+    #[test]
+    fn prompts_without_scores_have_no_limit_on_them() {
+        let hopper = Capability { wgmma: WgmmaSupport::Ptx, ..GPU };
+        let (tokens, capacity) = (1 << 15, 1 << 15);
+        let shape =
+            AttentionShape { batch: 1, tokens, heads: 32, kv_heads: 8, head_dim: 128, capacity };
+        let check = |device: &Capability, shape: &AttentionShape, dtype| {
+            check_flash_attention(device, shape, capacity, dtype)
+        };
+        assert!(matches!(check_prefill(&shape, capacity), Err(Refusal::TooLarge { .. })));
+        assert_eq!(check(&hopper, &shape, Dtype::Bf16), Ok(()));
+        let wide = AttentionShape { head_dim: 96, ..shape };
+        for refused in [
+            check(&GPU, &shape, Dtype::Bf16),
+            check(&hopper, &shape, Dtype::F32),
+            check(&hopper, &wide, Dtype::F16),
+        ] {
+            assert!(matches!(refused, Err(Refusal::Instructions { .. })), "{refused:?}");
+        }
+        let long = AttentionShape { tokens: 1 << 21, ..shape }; // 2^33 values of queries
+        let refused = check(&hopper, &long, Dtype::F16);
+        assert!(matches!(refused, Err(Refusal::TooLarge { .. })), "{refused:?}");
     }
 }

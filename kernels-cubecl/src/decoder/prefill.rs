@@ -8,6 +8,8 @@
 //! (matmul)            outputs = weights x cached values
 //! ```
 //!
+//! On devices with WGMMA, `flash.rs` replaces the matmuls and the softmax.
+//!
 //! The tokens of a prompt therefore see the rounded keys and values, as later tokens do.
 
 use burn_fp4_search::Hadamard;
@@ -43,7 +45,8 @@ use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 /// ```
 ///
 /// # Errors
-/// [`Refusal`]: as [`check_attention`](super::check_attention), for any number of tokens.
+/// [`Refusal`]: as [`check_attention`](super::check_attention), for any number of tokens, or too many
+/// scores.
 pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
     check_prompt(shape, positions)?;
     let &AttentionShape { batch, tokens, heads, capacity, .. } = shape;
@@ -53,7 +56,7 @@ pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Ref
 /// Checks that [`rotate_into_cache`] runs a shape with RoPE for `positions` positions.
 ///
 /// # Errors
-/// [`Refusal`]: as [`check_attention`](super::check_attention), for any number of tokens.
+/// [`Refusal`]: as [`check_attention`](super::check_attention), or too many queries.
 pub(super) fn check_prompt(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
     check_heads(shape, positions)?;
     let &AttentionShape { batch, tokens, heads, head_dim, .. } = shape;

@@ -703,6 +703,8 @@ fn multiply_async(
     intrinsic!(|scope| {
         let (a, b) = (a.__extract_list(scope), b.read_value(scope));
         let sums = sums.__extract_list(scope);
+        let fits = operand != Operand::E4m3 && columns == 64;
+        assert!(!transposed || fits, "a transposed B has 64 columns of 16 bits");
         let kind = match operand {
             Operand::F16 => "k16.f32.f16.f16",
             Operand::Bf16 => "k16.f32.bf16.bf16",

@@ -106,7 +106,8 @@ pub(crate) trait WgmmaInstructions: 'static + Send + Sync {
     /// first is in the lowest byte.
     fn round_to_e4m3(values: &Array<f32>) -> u32;
 
-    /// Returns 2 to the power of a value, with a relative error of at most 2^-22.
+    /// Returns 2 to the power of a value, with a relative error of at most 2^-22; below 2^-126 it
+    /// may be 0. The emulation's error is about `|value| / 2^24`.
     fn exp2(value: f32) -> f32;
 
     /// Returns the byte of a word that belongs to this `part`, with zeros above.
@@ -118,7 +119,7 @@ pub(crate) trait WgmmaInstructions: 'static + Send + Sync {
 
     /// Starts to add `A x B^T` to the sums, for the 32 bytes of k of B that begin with vector `at`
     /// of shared memory, which begins at `address`; `A x B` for the 16 rows from there on if B is
-    /// `transposed`. The emulation writes the last vectors of `scratch`, one per unit, to show A to
+    /// `transposed`, which has 64 columns of 16 bits. The emulation writes the last vectors of `scratch`, one per unit, to show A to
     /// other units.
     fn multiply<F: Float, X: Size, W: Size>(
         a: &Array<u32>,

@@ -180,7 +180,8 @@ pub enum WgmmaSupport {
     /// None.
     None,
     /// Plain loads and multiplications in their place. They are slow, and [`Capability::of`] never
-    /// returns them: tests set them to run `wgmma.rs` on a device without WGMMA.
+    /// returns them: tests set them to run `matmul/wgmma.rs` and `decoder/flash.rs` on a device
+    /// without WGMMA.
     Emulated,
     /// WGMMA of compute capability 9.0, as inline PTX.
     Ptx,

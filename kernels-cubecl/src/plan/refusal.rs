@@ -29,7 +29,7 @@ pub enum Refusal {
         /// The method of the scheme.
         found: Method,
     },
-    /// No matrix instruction computes the matmul.
+    /// No matrix instruction computes the matmul or the attention.
     #[error("no matrix instructions: {reason}")]
     Instructions {
         /// The reason.

@@ -162,7 +162,7 @@ pub(crate) fn attends_to<const N: usize>(
             };
             let fits = match shape.tokens {
                 1 => check_attention(shape, positions).is_ok(),
-                // Flash attention has no scores, so that their number has no limit.
+                // Flash attention stores no scores, so their number has no limit.
                 _ => check_prefill(shape, positions).is_ok() || capability().is_some_and(flash),
             };
             (format.is_none() || packs()) && fits

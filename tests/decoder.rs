@@ -360,8 +360,8 @@ fn a_prompt_is_rotated_into_the_cache_and_weighed_as_exact_sums_say() {
     }
 }
 
-/// Prompts behind cached tokens, in tiles with and without a mask, and positions in any order, one of
-/// them beyond the cache or RoPE. Devices without WGMMA emulate it.
+/// Prompts behind cached tokens, in tiles with and without a mask, and positions in any order, one
+/// of them beyond the cache or RoPE. Devices without WGMMA emulate it.
 #[test]
 fn flash_attention_is_that_of_exact_sums() {
     let client = &cubecl::Device::default().client();

@@ -62,8 +62,8 @@ const K_STEPS: u32 = CHANNELS / 16;
 /// ```
 ///
 /// # Errors
-/// [`Refusal`]: a device without WGMMA, f32, heads of other than 64 or 128 channels, or a shape that
-/// [`check_attention`](super::check_attention) refuses for any number of tokens.
+/// [`Refusal`]: a device without WGMMA, f32, heads of other than 64 or 128 channels, or a shape
+/// that [`check_attention`](super::check_attention) refuses for any number of tokens.
 pub fn check_flash_attention(
     device: &Capability,
     shape: &AttentionShape,
@@ -181,8 +181,8 @@ pub fn flash_attention(
             (_, false) => launch::<EmulatedWgmma, f16>,
         };
         let emulated = !(cfg!(feature = "cuda") && device.wgmma == WgmmaSupport::Ptx);
-        // The CPU runtime has slow barriers, and only the L1 cache as shared memory: half a cube and
-        // half a tile.
+        // The CPU runtime has slow barriers, and only the L1 cache as shared memory: half a cube
+        // and half a tile.
         let (units, of_tile) = if emulated { (UNITS / 2, 32) } else { (UNITS, 64) };
         let plan = Flash {
             units,

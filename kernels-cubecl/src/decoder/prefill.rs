@@ -45,8 +45,8 @@ use crate::plan::{Capability, Conversion, Dtype, Refusal, UNITS};
 /// ```
 ///
 /// # Errors
-/// [`Refusal`]: as [`check_attention`](super::check_attention), for any number of tokens, or too many
-/// scores.
+/// [`Refusal`]: as [`check_attention`](super::check_attention), for any number of tokens, or too
+/// many scores.
 pub fn check_prefill(shape: &AttentionShape, positions: usize) -> Result<(), Refusal> {
     check_prompt(shape, positions)?;
     let &AttentionShape { batch, tokens, heads, capacity, .. } = shape;

@@ -119,8 +119,8 @@ pub(crate) trait WgmmaInstructions: 'static + Send + Sync {
 
     /// Starts to add `A x B^T` to the sums, for the 32 bytes of k of B that begin with vector `at`
     /// of shared memory, which begins at `address`; `A x B` for the 16 rows from there on if B is
-    /// `transposed`, which has 64 columns of 16 bits. The emulation writes the last vectors of `scratch`, one per unit, to show A to
-    /// other units.
+    /// `transposed`, which has 64 columns of 16 bits. The emulation writes the last vectors of
+    /// `scratch`, one per unit, to show A to other units.
     fn multiply<F: Float, X: Size, W: Size>(
         a: &Array<u32>,
         b: &[Vector<u32, X>],

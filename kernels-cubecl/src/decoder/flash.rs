@@ -3,8 +3,8 @@
 //!
 //! A cube has 128 queries of a head, 64 for each of two warpgroups. It reads the cached keys and
 //! values in tiles of positions, up to the last that one of its queries attends to. Queries,
-//! scores, weights and outputs are in registers, as fragments that `instructions/` draws: the sums
-//! of the scores are where the next multiplication expects its A.
+//! scores, weights and outputs are in registers, as fragments that `instructions/wgmma.rs` draws:
+//! the sums of the scores are where the next multiplication expects its A.
 //!
 //! ```text
 //! keys:   ring of 2 tiles    a tile: | channels 0..64 of its positions, 128 bytes each |
@@ -180,15 +180,17 @@ pub fn flash_attention(
             (_, true) => launch::<EmulatedWgmma, bf16>,
             (_, false) => launch::<EmulatedWgmma, f16>,
         };
-        let emulated = !(cfg!(feature = "cuda") && device.wgmma == WgmmaSupport::Ptx);
-        // The CPU runtime has slow barriers, and only the L1 cache as shared memory: half a cube
-        // and half a tile.
-        let (units, of_tile) = if emulated { (UNITS / 2, 32) } else { (UNITS, 64) };
+        // Emulated on the CPU runtime, which has slow barriers, and only the L1 cache as shared
+        // memory: half a cube and half a tile.
+        let (units, of_tile, scratch) = match device.wgmma.is_native() {
+            true => (UNITS, 64, 1),
+            false => (UNITS / 2, 32, UNITS / 2),
+        };
         let plan = Flash {
             units,
             panels: head_dim as u32 / CHANNELS,
             positions: of_tile,
-            scratch: if emulated { units } else { 1 },
+            scratch,
             dtype,
             conversion: Conversion::to(dtype, device),
             plane: device.plane,
@@ -554,9 +556,9 @@ fn flash_kernel<I: WgmmaInstructions, F: Float, X: Size>(
 ) {
     // The last queries attend to the most positions. Their cubes begin first, so that none of them
     // finishes alone.
-    let (at, cube) = (CUBE_POS as u32 % all_heads, CUBE_POS as u32 / all_heads);
-    let cube = (tokens.div_ceil(comptime!(plan.queries())) - 1 - cube) * comptime!(plan.queries());
-    let first = cube + UNIT_POS / 32 * 16 + UNIT_POS % 32 / 4;
+    let (at, behind) = (CUBE_POS as u32 % all_heads, CUBE_POS as u32 / all_heads);
+    let cube = tokens.div_ceil(comptime!(plan.queries())) - 1 - behind;
+    let first = cube * comptime!(plan.queries()) + UNIT_POS / 32 * 16 + UNIT_POS % 32 / 4;
     let loaded = load_queries(queries, at * tokens, first, tokens, plan);
     let mut softmax = softmax(positions, first, tokens, last);
     let most = max(softmax.counts[0usize], softmax.counts[1usize]);

@@ -593,8 +593,7 @@ impl Matmul {
             configs.iter().flat_map(|config| splits().map(move |split_k| (config, split_k)));
         let (config, split_k) = configs.min_by_key(time).expect("one cube may take all of k");
         let &WgmmaConfig { tile_m, stages, .. } = config;
-        let native = cfg!(feature = "cuda") && device.wgmma == WgmmaSupport::Ptx;
-        let scratch = if native { 0 } else { UNITS };
+        let scratch = if device.wgmma.is_native() { 0 } else { UNITS };
         match u32::try_from(cubes(config, split_k)) {
             Ok(cubes) if cubes <= device.max_cubes => {
                 Ok(Wgmma { cubes, tile_m, stages, split_k: split_k as u32, scratch })

@@ -1,8 +1,8 @@
 //! A matmul with the matrix instructions of a warpgroup (WGMMA).
 //!
 //! Two warpgroups have 64 packed rows each. They decode them in registers and multiply them with
-//! the cube's rows of the input in shared memory; `instructions/` draws the fragments. Shared
-//! memory is a ring of k tiles of 128 elements:
+//! the cube's rows of the input in shared memory; `instructions/wgmma.rs` draws the fragments.
+//! Shared memory is a ring of k tiles of 128 elements:
 //!
 //! ```text
 //! a k tile: | half 0: 64 elements               | half 1                            |

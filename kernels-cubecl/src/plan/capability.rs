@@ -187,6 +187,14 @@ pub enum WgmmaSupport {
     Ptx,
 }
 
+impl WgmmaSupport {
+    /// Returns true if kernels are launched with the instructions themselves. In a build without
+    /// CUDA they are emulated, whatever the device is said to have.
+    pub(crate) fn is_native(self) -> bool {
+        cfg!(feature = "cuda") && self == Self::Ptx
+    }
+}
+
 impl Capability {
     /// Reads the capability of a client's device. [`tested`](Self::tested) may find a faster
     /// [`Decoding`] on the wgpu runtime.

@@ -315,6 +315,40 @@ fn a_kv_cache_is_updated_in_place_unless_it_is_held_elsewhere() {
 }
 
 #[test]
+fn a_kv_cache_that_is_held_elsewhere_is_copied_on_every_device() {
+    const SHAPE: [usize; 4] = [1, 2, 8, 32];
+    for (name, device, _) in devices() {
+        let rotary = RotaryEmbedding::new(&[0.5; 16], 8, &device);
+        let decode = |mut cache: KvCache, holds: bool| {
+            let (mut outputs, mut held) = (Vec::new(), Vec::new());
+            for at in 0..4 {
+                if holds {
+                    held.push((cache.clone(), floats(cache.keys()), floats(cache.values())));
+                }
+                let [queries, keys, values] = [(1, 4), (2, 2), (3, 2)]
+                    .map(|(seed, heads)| random(10 * at + seed, [1, 1, heads, 32], &device));
+                let positions = Tensor::from_ints([at as i32], &device);
+                let positions = rotary.at(positions, 8, DType::F32);
+                let output;
+                (output, cache) = attention(queries, keys, values, Some(cache), &positions);
+                outputs.push(floats(output));
+            }
+            for (cache, keys, values) in held {
+                assert_eq!(floats(cache.keys()), keys, "{name}");
+                assert_eq!(floats(cache.values()), values, "{name}");
+            }
+            outputs.extend([cache.keys(), cache.values()].map(floats));
+            outputs
+        };
+        let [held, alone] = [(); 2].map(|()| caches(SHAPE, DType::F32, &device));
+        for (held, alone) in held.into_iter().zip(alone) {
+            let what = format!("{name} {:?}", held.format());
+            assert_eq!(decode(held, true), decode(alone, false), "{what}");
+        }
+    }
+}
+
+#[test]
 fn a_replay_updates_its_kv_cache_in_place() {
     type Inputs = ([Tensor<4>; 3], Tensor<1, Int>);
     let step = |rotary: &RotaryEmbedding, cache: KvCache, (heads, position): Inputs| {

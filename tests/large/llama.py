@@ -1,8 +1,8 @@
 """A folder of Hugging Face in the shapes of a known model, its weights random:
 
-    python3 llama.py FOLDER 8b|0.5b
+    python3 llama.py FOLDER 14b|8b|0.5b
 
-8b has the shapes of Llama 3 8B, 0.5b the shapes of Qwen2 0.5B. The tokenizer is that of
+8b has the shapes of Llama 3 8B, 14b and 0.5b of Qwen2. The tokenizer is that of
 tests/models/genesis, whose tokens are bytes. Needs numpy.
 """
 
@@ -22,6 +22,17 @@ COMMON = {
     "rms_norm_eps": 1e-5,
 }
 CONFIGS = {
+    "14b": {
+        "model_type": "qwen2",
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 152064,
+    },
     "8b": {
         "model_type": "llama",
         "hidden_size": 4096,

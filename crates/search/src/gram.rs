@@ -7,11 +7,12 @@ use crate::error::SearchError;
 use crate::gram_layout::GramLayout;
 use crate::hadamard::Hadamard;
 use crate::importance::{BlockHessians, check_symmetric};
-use crate::matrix::{Matrix, add_product};
+use crate::matrix::{Matrix, Real, add_product};
 
-/// Holds `X^T X` of activations `X [rows, channels]`, summed in f64 over any number of batches: the
-/// whole matrix, which GPTQ needs, or only the blocks along its diagonal, which the searches by
-/// Hessian need.
+/// Holds `X^T X` of activations `X [rows, channels]`, over any number of batches: the whole matrix,
+/// which GPTQ needs, or only the blocks along its diagonal, which the searches by Hessian need.
+/// Sums are in f64; of a whole matrix products of 1024 activations are first summed in f32, as on
+/// GPUs.
 ///
 /// ```
 /// use burn_fp4_search::Gram;
@@ -41,8 +42,8 @@ pub struct Gram {
     values: Vec<f64>,
 }
 
-/// Number of rows widened to f64 at a time.
-const CHUNK: usize = 1024;
+/// Number of activations whose products are summed before the sum is added in f64.
+pub(crate) const CHUNK: usize = 1024;
 
 impl Gram {
     /// Creates the whole matrix, of no activations yet.
@@ -196,29 +197,19 @@ impl Gram {
         self.tokens += rows.filter(|row| row.iter().any(|x| *x != 0.0)).count();
         self.amax = activations.iter().fold(self.amax, |amax, x| amax.max(x.abs()));
         if self.is_whole() {
-            self.add_whole(activations);
+            for chunk in activations.chunks(CHUNK * channels) {
+                self.add_whole(chunk);
+            }
         } else {
             self.add_blocks(activations);
         }
         Ok(())
     }
 
-    fn add_whole(&mut self, activations: &[f32]) {
-        let (channels, side) = (self.channels(), self.layout.side());
-        for chunk in activations.chunks(CHUNK * channels) {
-            let wide: Vec<f64> = chunk.iter().map(|&value| value.into()).collect();
-            let rows = wide.len() / channels;
-            let x = Matrix::row_major(&wide, rows, channels);
-            let mut rest = &mut self.values[..];
-            for first in (0..channels).step_by(side) {
-                // A column of tiles, down to the diagonal.
-                let (column, after) = rest.split_at_mut((first + side) * side);
-                rest = after;
-                let end = channels.min(first + side);
-                let left = x.part(0..rows, 0..end).transposed();
-                add_product(column, side, 1.0, left, x.part(0..rows, first..end));
-            }
-        }
+    fn add_whole<T: Real>(&mut self, activations: &[T]) {
+        let channels = self.channels();
+        let x = Matrix::row_major(activations, activations.len() / channels, channels);
+        add_to_tiles(&mut self.values, self.layout, 0, x);
         self.mirror();
     }
 
@@ -397,7 +388,13 @@ impl Gram {
     pub fn squared_outputs(&self, rows: &[f32]) -> Result<f64, SearchError> {
         check_length("channels of a block", self.channels(), self.block_size())?;
         // `tr(W H W^T)` is the sum of the products of the elements of `W^T W` and H.
-        let products = Self::of(rows, self.channels())?;
+        let channels = self.channels();
+        check_activations(rows, channels)?;
+        let mut products = Self::new(channels);
+        for chunk in rows.chunks(CHUNK * channels) {
+            let wide: Vec<f64> = chunk.iter().map(|&value| value.into()).collect();
+            products.add_whole(&wide);
+        }
         let len = self.layout.tile_len();
         let tiles = self.values.par_chunks_exact(len).zip(products.values.par_chunks_exact(len));
         let sums: Vec<f64> = tiles
@@ -459,6 +456,35 @@ impl Gram {
         });
         BlockHessians::new(values.collect(), block_size)
     }
+}
+
+/// Adds `X^T X` of a chunk of activations to tiles of a layout, from tile `first` on, summed in `T`.
+/// Tiles below the diagonal are not computed, so that the work is half of that of a product.
+pub(crate) fn add_to_tiles<T: Real>(
+    tiles: &mut [f64],
+    layout: GramLayout,
+    first: usize,
+    x: Matrix<'_, T>,
+) {
+    let (side, channels) = (layout.side(), layout.channels());
+    let mut columns = Vec::new();
+    let mut rest = tiles;
+    for (column, rows) in layout.columns(first..first + rest.len() / layout.tile_len()) {
+        let (tiles, after) = rest.split_at_mut(rows.len() * layout.tile_len());
+        columns.push((column, rows, tiles));
+        rest = after;
+    }
+    columns.into_par_iter().for_each(|(column, rows, sums)| {
+        let part = |from: usize, to: usize| {
+            x.columns((from * side).min(channels)..(to * side).min(channels))
+        };
+        let mut products = vec![T::default(); sums.len()];
+        let left = part(rows.start, rows.end).transposed();
+        add_product(&mut products, side, T::ONE, left, part(column, column + 1));
+        for (sum, product) in sums.iter_mut().zip(products) {
+            *sum += product.into();
+        }
+    });
 }
 
 /// Replaces a matrix M `[size, size]` by `T^T M T`.

@@ -35,6 +35,12 @@ impl<'a, T> Matrix<'a, T> {
         Self { values, rows: rows.len(), cols: cols.len(), ..self }
     }
 
+    /// Returns a part of the columns.
+    pub(crate) fn columns(self, cols: Range<usize>) -> Self {
+        let rows = self.rows;
+        self.part(0..rows, cols)
+    }
+
     /// Returns the index after the last element.
     fn end(&self) -> usize {
         match self.rows == 0 || self.cols == 0 {
@@ -45,7 +51,7 @@ impl<'a, T> Matrix<'a, T> {
 }
 
 /// A float type of matrices.
-pub(crate) trait Real: Copy + Send + Sync + 'static {
+pub(crate) trait Real: Copy + Default + Into<f64> + Send + Sync + 'static {
     const ONE: Self;
 }
 
@@ -102,7 +108,7 @@ pub(crate) fn add_product<T: Real>(
 }
 
 /// Returns the product `[left rows, right columns]`, row by row.
-pub(crate) fn product<T: Real + Default>(left: Matrix<'_, T>, right: Matrix<'_, T>) -> Vec<T> {
+pub(crate) fn product<T: Real>(left: Matrix<'_, T>, right: Matrix<'_, T>) -> Vec<T> {
     let mut sums = vec![T::default(); left.rows * right.cols];
     add_product(&mut sums, right.cols, T::ONE, left, right);
     sums

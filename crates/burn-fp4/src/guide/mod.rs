@@ -7,6 +7,7 @@
 //! | [`accuracy`]   | keeping accuracy                                            |
 //! | [`speed`]      | running fast on a GPU or a CPU                              |
 //! | [`fp8`]        | many tokens on an H100: products in FP8                     |
+//! | [`decoder`]    | a decoder of your own, with a KV cache                      |
 //! | [`cpu_layers`] | layers that multiply by codes on a CPU                      |
 //! | [`fine_tune`]  | LoRA, quantization-aware training, training in NVFP4        |
 //! | [`faq`]        | GPUs, models, comparisons                                   |
@@ -44,6 +45,10 @@ pub mod speed {}
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("fp8.md")]
 pub mod fp8 {}
+
+#[doc = include_str!("links.txt")]
+#[doc = include_str!("decoder.md")]
+pub mod decoder {}
 
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("cpu_layers.md")]

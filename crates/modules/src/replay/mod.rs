@@ -106,8 +106,8 @@ const MOST: usize = 16;
 /// remain. Data that are put on the device (`from_data`) by the thread on whose stream is captured,
 /// or by one that has the same stream (CubeCL has 128, which threads get in turn), may be lost
 /// without an error. A thread that has used no packed weight yet, and waits for a result at the
-/// moment when a capture begins, can make both fail. To be safe from either, capture first, by a
-/// run for each combination of shapes, and serve then.
+/// moment when a capture begins, can fail; the replay captures again, up to three times. To be safe
+/// from either, capture first, by a run for each combination of shapes, and serve then.
 ///
 /// **CUDA graphs of your own.** A thread's first use of a packed weight sets its capture mode to
 /// relaxed (`cuThreadExchangeStreamCaptureMode` of the driver), and the mode stays so. If the

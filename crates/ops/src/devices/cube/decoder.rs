@@ -12,7 +12,7 @@ use burn_fp4_cubecl::{
 };
 use burn_fp4_search::host::{AttentionShape, KvFormat, SampleOptions};
 
-use super::device::{decoder_capability, kernel_dtype, output_tensor};
+use super::device::{decoder_capability, kernel_dtype, output_tensor, writable};
 use super::{deterministic, queues};
 use crate::devices::decoder::{DecoderBackend, SampleBackend};
 
@@ -261,10 +261,4 @@ fn normalize(
     .expect(CHECKED);
     let tensor = |handle| output_tensor(&input, handle, shape.clone(), input.dtype);
     (output.sums.map(tensor), tensor(output.normalized))
-}
-
-/// Returns the tensor in contiguous memory that nothing else reads.
-fn writable(tensor: CubeTensor) -> CubeTensor {
-    let tensor = into_contiguous(tensor);
-    if tensor.can_mut() { tensor } else { tensor.copy() }
 }

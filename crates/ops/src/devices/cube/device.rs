@@ -7,11 +7,13 @@
 use std::sync::{Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, Shape};
+use burn_backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::CubeDevice;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
+use burn_fp4_cubecl::cubecl::std::tensor::copy_into;
 use burn_fp4_cubecl::{Capability, Dtype, Refusal};
 use burn_fp4_search::host::View;
 
@@ -110,4 +112,32 @@ pub(crate) fn output_tensor(
     dtype: DType,
 ) -> CubeTensor {
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
+}
+
+/// Returns the tensor in contiguous memory that nothing else reads.
+///
+/// CubeCL counts an owner too many while its thread allocates the memory: a tensor that was made
+/// just before may be copied too.
+pub(super) fn writable(tensor: CubeTensor) -> CubeTensor {
+    match tensor.can_mut() || !tensor.is_contiguous() {
+        true => into_contiguous(tensor),
+        false => copy(&tensor),
+    }
+}
+
+/// Copies values into contiguous memory of their own. Burn's own copy may have gaps between rows.
+pub(super) fn copy(tensor: &CubeTensor) -> CubeTensor {
+    let shape = tensor.meta.shape().clone();
+    let bytes = shape.num_elements() * dtype_to_storage_type(tensor.dtype).size();
+    let made = output_tensor(tensor, tensor.client.empty(bytes), shape, tensor.dtype);
+    write(tensor.clone(), &made);
+    made
+}
+
+/// Copies values into contiguous memory.
+pub(super) fn write(values: CubeTensor, memory: &CubeTensor) {
+    if memory.meta.num_elements() > 0 {
+        let (values, storage) = (into_contiguous(values), dtype_to_storage_type(memory.dtype));
+        copy_into(&memory.client, values.binding(), memory.clone().binding(), storage);
+    }
 }

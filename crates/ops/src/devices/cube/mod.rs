@@ -37,7 +37,7 @@ use burn_fp4_search::host::{DequantTarget, View};
 use burn_fp4_search::squares::SUMS;
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
-use self::device::{capability, contiguous, has_kernels, kernel_dtype, output_tensor};
+use self::device::{capability, contiguous, has_kernels, kernel_dtype, output_tensor, writable};
 use self::matmul::{DENSE, FUSED, GROUPS, handles, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
@@ -400,7 +400,7 @@ impl Fp4Backend for CubeBackend {
         if !has_kernels(&sums.device) || sums.dtype != DType::F64 {
             return portable::add_gram::<Self>(sums, activations, layout, first);
         }
-        let sums = if sums.can_mut() { sums } else { sums.copy() };
+        let sums = writable(sums);
         let x = into_contiguous(activations);
         let [rows, tiles] = [x.meta.shape()[0], sums.meta.shape()[0]];
         burn_fp4_cubecl::add_gram(

@@ -8,11 +8,11 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::MemoryScope;
 
+use super::super::device::{copy, write};
 use super::super::matmul::Notes;
 use super::super::queues;
 use super::memory::{
-    MemoryRange, check_same, copy, fills, memory_range, not_captured, register, resolve_all, specs,
-    write,
+    MemoryRange, check_same, fills, memory_range, not_captured, register, resolve_all, specs,
 };
 use crate::error::{OpsError, panic_message};
 
@@ -56,6 +56,21 @@ pub(super) struct PassRuns<'a> {
     pub(super) pass: &'a Pass<'a>,
 }
 
+/// Why there is no graph.
+pub(super) enum Uncaptured {
+    /// The pass, or a run of it, failed.
+    Pass(OpsError),
+    /// Every launch was made, and the device refused what it had recorded: another thread used it,
+    /// or an operation took memory that it had not taken before.
+    Recording(OpsError),
+}
+
+impl From<OpsError> for Uncaptured {
+    fn from(error: OpsError) -> Self {
+        Self::Pass(error)
+    }
+}
+
 /// State, in the buffers that are kept, and outputs of a run.
 pub(super) struct RunResult {
     pub(super) state: Vec<CubeTensor>,
@@ -69,10 +84,10 @@ impl PassRuns<'_> {
         &self,
         state: &[CubeTensor],
         take: impl FnOnce() -> Vec<CubeTensor> + Send,
-    ) -> Result<(BackendGraph<CubeBackend>, RunResult), OpsError> {
+    ) -> Result<(BackendGraph<CubeBackend>, RunResult), Uncaptured> {
         // The first run compiles and tunes, which takes long, and may panic where the pass does.
         // Products that prefetch are compiled by the second warm-up.
-        let buffers: Vec<_> = state.iter().map(copy).collect();
+        let buffers = self.copies(state)?;
         let ranges: Vec<_> = buffers.iter().map(memory_range).collect();
         let RunResult { state: after, outputs } = self.run(buffers)?;
         // True for each tensor of the state that operations write in place.
@@ -91,7 +106,7 @@ impl PassRuns<'_> {
             catch_panic(|| {
                 for _ in 0..WARM_UPS {
                     notes.next_run();
-                    let buffers = state.iter().map(copy).collect();
+                    let buffers = self.copies(state)?;
                     let result = self.run_and_keep(buffers, &mut in_place)?;
                     check_same("the outputs", &shapes, &specs(&result.outputs))?;
                     Cube::sync(self.device).map_err(OpsError::device)?;
@@ -102,13 +117,22 @@ impl PassRuns<'_> {
             notes.next_run();
             let (graph, result) = window.capture(|| self.run_and_keep(buffers, &mut in_place))?;
             check_same("the outputs", &shapes, &specs(&result.outputs))?;
+            let graph = graph.map_err(Uncaptured::Recording)?;
             if in_place != expected {
                 let reason = "the state is written in place in one run and not in another";
-                return Err(not_captured(reason));
+                return Err(Uncaptured::Recording(not_captured(reason)));
             }
             Ok((graph, result))
         })
-        .unwrap_or_else(|panic| Err(not_captured(panic)))
+        .unwrap_or_else(|panic| Err(not_captured(panic).into()))
+    }
+
+    /// Copies the state to buffers that operations can write in place: CubeCL has to have allocated
+    /// them.
+    fn copies(&self, state: &[CubeTensor]) -> Result<Vec<CubeTensor>, OpsError> {
+        let buffers = state.iter().map(copy).collect();
+        Cube::sync(self.device).map_err(OpsError::device)?;
+        Ok(buffers)
     }
 
     /// Runs the pass on these buffers and leaves the state in them. A tensor that is no longer
@@ -195,18 +219,18 @@ impl<'a> CaptureWindow<'a> {
         Ok(Self { device, open: true })
     }
 
-    /// Captures the launches of a task.
+    /// Captures the launches of a task. Returns the graph, or why the device refused it, and the
+    /// result of the task.
     fn capture<R>(
         mut self,
         launch: impl FnOnce() -> Result<R, OpsError>,
-    ) -> Result<(BackendGraph<CubeBackend>, R), OpsError> {
+    ) -> Result<(Result<BackendGraph<CubeBackend>, OpsError>, R), OpsError> {
         Cube::graph_start_capture(self.device).map_err(not_captured)?;
         // A pass that reads values panics here, and the capture has to end all the same.
         let launched = catch_panic(launch);
         self.open = false;
         let graph = Cube::graph_stop_capture(self.device).map_err(not_captured);
-        let launched = launched?;
-        Ok((graph?, launched))
+        Ok((graph, launched?))
     }
 }
 

@@ -16,13 +16,11 @@ use burn::backend::{
 use burn::tensor::{DType, Shape};
 use burn_backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::fusion::{CubeFusionHandle, FusionCubeRuntime};
-use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::server::Handle;
-use burn_fp4_cubecl::cubecl::std::tensor::copy_into;
 
-use super::super::device::output_tensor;
+use super::super::device::{copy, output_tensor, write};
 use super::super::queues;
 use crate::error::{OpsError, panic_message};
 
@@ -139,15 +137,6 @@ pub(super) fn to_this_stream(tensors: Vec<CubeTensor>, stream: StreamId) -> Vec<
     if StreamId::current() == stream { tensors } else { tensors.iter().map(copy).collect() }
 }
 
-/// Copies values into contiguous memory of their own.
-pub(super) fn copy(tensor: &CubeTensor) -> CubeTensor {
-    let shape = tensor.meta.shape().clone();
-    let bytes = shape.num_elements() * dtype_to_storage_type(tensor.dtype).size();
-    let made = output_tensor(tensor, tensor.client.empty(bytes), shape, tensor.dtype);
-    write(tensor.clone(), &made);
-    made
-}
-
 /// Copies all the memory behind a tensor, which keeps its layout: products may sum in another order
 /// for another one.
 pub(super) fn copy_of_memory(tensor: &CubeTensor) -> Handle {
@@ -160,14 +149,6 @@ pub(super) fn copy_of_memory(tensor: &CubeTensor) -> Handle {
     let made = tensor.client.empty(bytes);
     write(flat(handle.clone()), &flat(made.clone()));
     made
-}
-
-/// Copies values into contiguous memory.
-pub(super) fn write(values: CubeTensor, memory: &CubeTensor) {
-    if memory.meta.num_elements() > 0 {
-        let (values, storage) = (into_contiguous(values), dtype_to_storage_type(memory.dtype));
-        copy_into(&memory.client, values.binding(), memory.clone().binding(), storage);
-    }
 }
 
 /// Shape and dtype of a tensor.

@@ -13,11 +13,11 @@ use burn_cubecl::fusion::{CubeFusionHandle, FusionCubeRuntime};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
+use super::super::device::{copy, write};
 use super::super::queues;
-use super::capture::{Pass, PassRuns, in_pass};
+use super::capture::{Pass, PassRuns, Uncaptured, in_pass};
 use super::memory::{
-    check_same, copy, dispatch_tensor, fused_on, not_captured, resolve_all, specs, to_this_stream,
-    write,
+    check_same, dispatch_tensor, fused_on, not_captured, resolve_all, specs, to_this_stream,
 };
 use super::state::GraphState;
 use crate::error::OpsError;
@@ -25,6 +25,9 @@ use crate::error::OpsError;
 /// Held by the thread that captures, from the first run of the pass on. The launches of a pass go
 /// past the queues, to the stream that another thread may be capturing.
 static CAPTURING: Mutex<()> = Mutex::new(());
+
+/// Captures of a pass whose recording the device refuses.
+const MOST_ATTEMPTS: usize = 3;
 
 /// A captured forward pass: one launch on CUDA; on wgpu CubeCL encodes the prepared launches again.
 /// It is bound to the shapes and dtypes of its inputs, and to everything else the pass reads, which
@@ -83,8 +86,9 @@ impl Drop for Graph {
 }
 
 impl CapturedGraph {
-    /// Runs a pass on these inputs a few times, on copies of the state, and captures it. The pass
-    /// must use the device only from the thread that calls it: another thread would wait for ever.
+    /// Runs a pass on these inputs a few times, on copies of the state, and captures it; once more,
+    /// or twice, if another thread disturbs the recording. The pass must use the device only from
+    /// the thread that calls it: another thread would wait for ever.
     ///
     /// # Errors
     /// [`OpsError::Capture`] if the pass cannot be captured: it reads values, uploads values
@@ -105,18 +109,28 @@ impl CapturedGraph {
         let _turn = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
         stream.executes(|| {
             let inputs: Vec<_> = sources.iter().map(copy).collect();
-            let backup: Vec<_> = state.tensors.iter().map(copy).collect();
             let runs = PassRuns { device: &device, inputs: &inputs, pass };
-            let mut taken = false;
-            let captured = runs.capture(&backup, || {
-                taken = true;
-                core::mem::take(&mut state.tensors)
-            });
-            if captured.is_err() && taken && !backup.is_empty() {
-                state.tensors = backup;
-                state.memory = Arc::new(());
-            }
-            let (graph, result) = captured?;
+            let mut attempts = 0;
+            let (graph, result) = loop {
+                attempts += 1;
+                let backup: Vec<_> = state.tensors.iter().map(copy).collect();
+                let mut taken = false;
+                let captured = runs.capture(&backup, || {
+                    taken = true;
+                    core::mem::take(&mut state.tensors)
+                });
+                if captured.is_err() && taken && !backup.is_empty() {
+                    state.tensors = backup;
+                    state.memory = Arc::new(());
+                }
+                match captured {
+                    Ok(captured) => break captured,
+                    Err(Uncaptured::Recording(_)) if attempts < MOST_ATTEMPTS => {}
+                    Err(Uncaptured::Pass(error) | Uncaptured::Recording(error)) => {
+                        return Err(error);
+                    }
+                }
+            };
             state.tensors = result.state;
             let (graph, device) = (Some(graph), device.clone());
             let (outputs, memory) = (result.outputs, state.memory.clone());

@@ -11,9 +11,10 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::server::Handle;
 
+use super::super::device::copy;
 use super::super::queues;
 use super::memory::{
-    MemoryRange, copy, copy_of_memory, fused_on, launch_on, memory_range, not_captured, register,
+    MemoryRange, copy_of_memory, fused_on, launch_on, memory_range, not_captured, register,
     resolve, resolve_all, to_this_stream,
 };
 use crate::error::OpsError;

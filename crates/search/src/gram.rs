@@ -458,8 +458,8 @@ impl Gram {
     }
 }
 
-/// Adds `X^T X` of a chunk of activations to tiles of a layout, from tile `first` on, summed in `T`.
-/// Tiles below the diagonal are not computed, so that the work is half of that of a product.
+/// Adds `X^T X` of some activations, summed in `T`, to tiles of a layout from tile `first` on. Tiles
+/// below the diagonal are not computed, so that the work is half of that of a product.
 pub(crate) fn add_to_tiles<T: Real>(
     tiles: &mut [f64],
     layout: GramLayout,

@@ -6,8 +6,9 @@ use std::path::Path;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fp4_ops::{FetchedGram, GramSum, Interpreter, OpsError, check_addable};
+use burn_fp4_ops::{FetchedGram, GramSum, Interpreter, OpsError, check_addable, is_host};
 use burn_ir::TensorId;
+use rayon::prelude::*;
 
 use crate::error::Fp4Error;
 use crate::pack::weight::AnyWeight;
@@ -91,9 +92,24 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
             let of_one = recording.memory(&self.values);
             (peak, waiting) = (of_one.peak.max(peak), of_one.waiting.max(waiting));
         }
-        let left = memory.saturating_sub(self.values.shared_bytes()).saturating_sub(peak);
-        let on_each = left.checked_div(waiting).unwrap_or(usize::MAX);
+        let left = memory.saturating_sub(self.values.shared_bytes());
+        let running = self.side_by_side();
+        // As many run as wait, or some of them.
+        let on_each = match left.checked_div(peak.saturating_add(waiting)) {
+            Some(few) if few < running => few,
+            _ => {
+                let left = left.saturating_sub(running.saturating_mul(peak));
+                left.checked_div(waiting).unwrap_or(usize::MAX)
+            }
+        };
         on_each.max(1).saturating_mul(self.replicas.len())
+    }
+
+    /// Most batches that run at the same time on each device: one thread runs most operations of a
+    /// host.
+    fn side_by_side(&self) -> usize {
+        let on_hosts = self.replicas.iter().all(|(device, _)| is_host(device));
+        if on_hosts { rayon::current_num_threads() } else { 1 }
     }
 
     /// Paths of matrices that nothing is multiplied by.
@@ -204,12 +220,21 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
             false => GramSum::in_blocks(channels, block_size),
         };
         let mut sums = (0..slices).map(sum).collect::<Result<Vec<_>, _>>().map_err(named)?;
-        for pass in passes {
+        let parts = |pass: &mut Execution<'_>| {
             let of_pass = &pass.recording.inputs[at];
             pass.advance(of_pass.at);
-            let parts = of_pass.cut(pass.interpreter.matrix(&of_pass.tensor));
-            for (sum, part) in sums.iter_mut().zip(parts) {
-                sum.add(part).map_err(named)?;
+            of_pass.cut(pass.interpreter.matrix(&of_pass.tensor))
+        };
+        for passes in passes.chunks_mut(self.side_by_side()) {
+            let parts: Vec<_> = match passes {
+                [pass] => vec![parts(pass)],
+                _ => passes.par_iter_mut().map(parts).collect(),
+            };
+            // In the order of the batches.
+            for parts in parts {
+                for (sum, part) in sums.iter_mut().zip(parts) {
+                    sum.add(part).map_err(named)?;
+                }
             }
         }
         sums.into_iter().map(|sum| sum.fetch().map_err(named)).collect()

@@ -255,6 +255,19 @@ mod tests {
     }
 
     #[test]
+    fn statistics_do_not_depend_on_how_many_batches_run_at_the_same_time() {
+        let device = Device::flex();
+        let layers = layers(&device);
+        let random = |_| Tensor::random([5, 8], Distribution::Normal(0.0, 1.0), &device);
+        let batches: Vec<Tensor<2>> = (0..5).map(random).collect();
+        let [alone, together] = [1, 3].map(|threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| in_turn(&layers, &batches, CalibrationOptions::default()))
+        });
+        assert_eq!(alone, together);
+    }
+
+    #[test]
     fn a_cache_is_told_apart_by_sign_and_position() {
         let device = Device::flex();
         let plain = layers(&device);

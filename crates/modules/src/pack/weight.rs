@@ -520,7 +520,14 @@ mod tests {
     fn errors_of_outputs_on_hosts_are_exact_where_their_terms_cancel() {
         let device = Device::flex();
         let inputs: Vec<f32> = (0..64 * 32).map(|at| 1.0 + 1e-4 * (at % 7) as f32).collect();
-        let gram = Gram::of(&inputs, 32).unwrap();
+        // Summed in f64 throughout.
+        let mut products = vec![0.0; 32 * 32];
+        for row in inputs.chunks_exact(32) {
+            for (at, product) in products.iter_mut().enumerate() {
+                *product += f64::from(row[at / 32]) * f64::from(row[at % 32]);
+            }
+        }
+        let gram = Gram::from_values(&products, 32, 32, 64, 1.0).unwrap();
         let sign = |at: usize| if at.is_multiple_of(2) { 1.0 } else { -1.0 };
         let errors: Vec<f32> = (0..32).map(sign).collect();
         let outputs = inputs.chunks_exact(32).map(|row| -> f64 {

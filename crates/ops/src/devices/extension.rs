@@ -279,7 +279,7 @@ struct DeviceRow {
 }
 
 /// Runs recorded operations on a backend. The trait hides which.
-pub(crate) trait BackendInterpreter: Debug {
+pub(crate) trait BackendInterpreter: Debug + Send {
     /// Sets the values of a tensor.
     fn insert_data(&mut self, id: TensorId, data: TensorData);
     /// Sets a tensor. The error is the reason why it cannot.

@@ -17,6 +17,7 @@ use rayon::prelude::*;
 
 use super::dense::View;
 use super::quantize::quantize_packed;
+use super::simd_batch::MAX_BLOCK;
 use crate::error::SearchError;
 use crate::gptq::Gptq;
 use crate::gram::Gram;
@@ -177,7 +178,12 @@ impl<'a> Rounded<'a> {
     /// Copies a block of columns, `[rows, block_size]`.
     fn columns(&self, matrix: &[f32], block: usize) -> Vec<f32> {
         let size = self.scheme.block_size;
-        matrix.chunks_exact(self.cols).flat_map(|row| &row[block..block + size]).copied().collect()
+        let mut columns = vec![0.0; self.rows * size];
+        let rows = matrix.chunks_exact(self.cols);
+        for (columns, row) in columns.chunks_exact_mut(size).zip(rows) {
+            columns.copy_from_slice(&row[block..block + size]);
+        }
+        columns
     }
 
     /// Chooses scales and packed codes of a block of columns `[rows, block_size]`.
@@ -316,7 +322,10 @@ impl<'a> Rounded<'a> {
             .zip(values)
             .for_each(|(((elements, residuals), changes), value)| {
                 let elements = &mut elements[block..block + size];
-                let mut residuals = residuals.to_vec();
+                let mut memory = [0.0; MAX_BLOCK];
+                let of_row = &mut memory[..size];
+                of_row.copy_from_slice(residuals);
+                let residuals = of_row;
                 for i in 0..size {
                     changes[i] = 0.0;
                     if value == 0.0 {
@@ -347,13 +356,11 @@ impl<'a> Rounded<'a> {
         let (rows, cols, size) = (self.rows, self.cols, self.scheme.block_size);
         let inverse = &self.hessian_factor.damped().inverses()[block * size..][..size * size];
         let hessians = self.hessian_factor.damped().blocks().only(block / size);
-        let now: Vec<f32> = (0..rows)
-            .flat_map(|row| {
-                let value = self.scale_value(row, self.scales[block / size * rows + row]);
-                let elements = &self.elements[row * cols + block..][..size];
-                elements.iter().map(move |element| element * value)
-            })
-            .collect();
+        let mut now = self.columns(&self.elements, block);
+        for (row, now) in now.chunks_exact_mut(size).enumerate() {
+            let value = self.scale_value(row, self.scales[block / size * rows + row]);
+            now.iter_mut().for_each(|element| *element *= value);
+        }
         // The minimum of the cost, a quadratic form, where it is 0.
         let mut targets = now.clone();
         let inverse = Matrix::row_major(inverse, size, size);
@@ -373,9 +380,11 @@ impl<'a> Rounded<'a> {
                 let element = |i: usize| {
                     E2M1_VALUES[usize::from(codes[(row * size + i) / 2] >> (4 * (i % 2)) & 0xF)]
                 };
-                let next: Vec<f32> = (0..size).map(|i| element(i) * values[row]).collect();
+                let mut next = [0.0; MAX_BLOCK];
+                let next = &mut next[..size];
+                next.iter_mut().enumerate().for_each(|(i, next)| *next = element(i) * values[row]);
                 changes.fill(0.0);
-                if distance(hessians.values(), target, &next)
+                if distance(hessians.values(), target, next)
                     < distance(hessians.values(), target, now)
                 {
                     *scale = scales[row];
@@ -395,13 +404,14 @@ impl<'a> Rounded<'a> {
         let blocks = cols / size;
         let mut codes = vec![0; rows * cols / 2];
         let mut scales = vec![0; rows * blocks];
-        for row in 0..rows {
+        let of_rows = codes.par_chunks_exact_mut(cols / 2).zip(scales.par_chunks_exact_mut(blocks));
+        of_rows.enumerate().for_each(|(row, (codes, scales))| {
             for (channel, &target) in self.hessian_factor.damped().order().iter().enumerate() {
                 let code = E2M1.encode(self.elements[row * cols + channel] + 0.0);
-                codes[(row * cols + target) / 2] |= code << (4 * (target % 2));
-                scales[row * blocks + target / size] = self.scales[channel / size * rows + row];
+                codes[target / 2] |= code << (4 * (target % 2));
+                scales[target / size] = self.scales[channel / size * rows + row];
             }
-        }
+        });
         Packed {
             format: self.scheme.format(),
             block_size: size,
@@ -438,7 +448,9 @@ impl Propagation<'_> {
 
 /// Computes `(a - b)^T H (a - b)`.
 fn distance(hessian: &[f32], a: &[f32], b: &[f32]) -> f32 {
-    let errors: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
-    let rows = hessian.chunks_exact(errors.len()).zip(&errors);
-    rows.map(|(row, error)| row.iter().zip(&errors).map(|(h, e)| h * e).sum::<f32>() * error).sum()
+    let mut errors = [0.0; MAX_BLOCK];
+    let errors = &mut errors[..a.len()];
+    errors.iter_mut().zip(a.iter().zip(b)).for_each(|(error, (a, b))| *error = a - b);
+    let rows = hessian.chunks_exact(errors.len()).zip(&*errors);
+    rows.map(|(row, error)| row.iter().zip(&*errors).map(|(h, e)| h * e).sum::<f32>() * error).sum()
 }

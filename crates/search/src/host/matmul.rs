@@ -359,8 +359,8 @@ impl OutputTile {
             }
         }
         for k in 0..len {
-            // In registers, so that a vector of the weight is needed once: with AVX2 12 sums, 3 inputs
-            // and a weight are all 16.
+            // In registers, so that a vector of the weight is needed once: with AVX2, 12 sums, 3
+            // inputs and a weight are all 16.
             let mut vectors = [simd.splat_f32s(0.0); M];
             for (vector, input) in vectors.iter_mut().zip(&inputs) {
                 *vector = input[k];

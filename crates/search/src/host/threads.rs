@@ -15,7 +15,7 @@ use rayon::prelude::*;
 pub(super) const TASK: usize = 1 << 16;
 
 /// Values per parallel task of a search.
-pub(super) const SEARCH_TASK: usize = 1 << 14;
+pub(super) const SEARCH_TASK: usize = 1 << 12;
 
 /// Work of a thread in a microsecond, by kind.
 pub(super) mod per_microsecond {

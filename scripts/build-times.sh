@@ -77,9 +77,9 @@ cd burn-fp4
 cargo fetch --quiet --locked
 rm -rf "$CARGO_TARGET_DIR"
 timed cargo build --locked --example quantize_model
-printf '\n], "build": [\n  ["`cargo run --example quantize_model`", %d],\n' "$wall"
+printf '\n], "build": [\n  ["`cargo run --example quantize_model`, built", %d],\n' "$wall"
 cargo run --quiet --locked --example quantize_model > "$folder/log"
 timed cargo test --locked --no-run
-printf '  ["`cargo test` after it", %d],\n' "$wall"
+printf '  ["`cargo test` after it, built", %d],\n' "$wall"
 timed cargo test --locked
-printf '  ["its tests", %d]\n]}\n' "$wall"
+printf '  ["its tests, run", %d]\n]}\n' "$wall"

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Relu};
-use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor};
+use burn::tensor::{DType, Device, Distribution, IndexingUpdateOp, Int, Tensor};
 use burn_fp4::{Fp4Config, Fp4Module, Replay, ReplayError, ReplayParts, ReplayTensors};
 use burn_fp4_ops::{Fp4Scheme, GraphState, KvCache, KvFormat, RotaryEmbedding, attention};
 use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
@@ -397,6 +397,39 @@ fn a_replay_moves_to_other_threads() {
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().expect("equal"));
+    });
+}
+
+/// The pass runs five times for a capture, the last time to be recorded. There it takes memory, or
+/// on wgpu uploads values, as another thread might.
+#[test]
+fn a_recording_that_is_refused_is_repeated_and_voids_other_captures_of_the_state() {
+    const UNDISTURBED: usize = usize::MAX / 2;
+    static RUNS: AtomicUsize = AtomicUsize::new(UNDISTURBED);
+    fn step(uploads: &bool, total: Tensor<1>, x: Tensor<1>) -> (Tensor<1>, Tensor<1>) {
+        let device = x.device();
+        let mut total = total + x.sum();
+        if RUNS.fetch_add(1, Ordering::Relaxed) == 4 {
+            let values = match uploads {
+                true => Tensor::from_floats([1.0], &device),
+                false => random::<1>(1, [1], &device),
+            };
+            let taken = Tensor::<1>::random([1 << 24], Distribution::Default, &device);
+            total = total + (values + taken.narrow(0, 0, 1)) * 0.0;
+        }
+        (total.clone(), total)
+    }
+    each_device(|name, device| {
+        let zero = Tensor::zeros([1], device);
+        let mut replay = Replay::with_state(name == "wgpu", zero, step);
+        let mut total = 0.0;
+        for (length, disturbs) in [(3, false), (5, true), (3, false), (5, false)] {
+            RUNS.store(if disturbs { 0 } else { UNDISTURBED }, Ordering::Relaxed);
+            let found = replay.run(Tensor::ones([length], device)).expect("captured again");
+            total += length as f32;
+            assert_eq!(floats(found), [total], "{name}: {length}");
+        }
+        assert_eq!(replay.captures(), if has_graphs(name) { 2 } else { 0 }, "{name}");
     });
 }
 

@@ -161,7 +161,7 @@ fn check<M: Watched>(what: &str, model: &M, batches: Vec<M::Batch>, unreached: &
     for (path, values, channels) in kept.into_inner() {
         expected.entry(path).or_insert_with(|| Gram::new(channels)).add(&values).unwrap();
     }
-    // All batches side by side, one after the other, and divided among devices.
+    // All batches in flight, one after the other, and divided among devices.
     let devices = model.devices();
     let divided: Vec<_> = devices.iter().cloned().chain([other_device(&devices[0])]).collect();
     for (memory, devices) in [(1 << 30, vec![]), (1, vec![]), (1 << 30, divided)] {

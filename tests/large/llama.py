@@ -2,7 +2,7 @@
 
     python3 llama.py FOLDER 14b|8b|0.5b
 
-8b has the shapes of Llama 3 8B, 14b and 0.5b of Qwen2. The tokenizer is that of
+8b has the shapes of Llama 3 8B, 14b of Qwen2.5 14B, 0.5b of Qwen2 0.5B. The tokenizer is that of
 tests/models/genesis, whose tokens are bytes. Needs numpy.
 """
 

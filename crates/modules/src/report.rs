@@ -336,9 +336,9 @@ impl ParameterReport {
     /// far the outputs of the layer are off.
     ///
     /// Known where the method asked for takes whole Gram matrices, as GPTQ does, and where a budget
-    /// has measured it: for other methods it would take as long as their search. Sums are f64 on
-    /// CPUs. On other devices they are f32: terms that cancel leave a small error imprecise, and 0
-    /// if rounding makes the sum negative.
+    /// has measured it: for other methods it would take as long as their search. CPUs take its
+    /// products in f64, other devices in f32, of sums over the inputs that begin in f32: terms that
+    /// cancel leave a small error imprecise, and 0 if rounding makes the sum negative.
     ///
     /// ```
     /// use burn::nn::LinearConfig;

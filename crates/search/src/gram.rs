@@ -9,10 +9,10 @@ use crate::hadamard::Hadamard;
 use crate::importance::{BlockHessians, check_symmetric};
 use crate::matrix::{Matrix, Real, add_product};
 
-/// Holds `X^T X` of activations `X [rows, channels]`, over any number of batches: the whole matrix,
-/// which GPTQ needs, or only the blocks along its diagonal, which the searches by Hessian need.
-/// Sums are in f64; of a whole matrix products of 1024 activations are first summed in f32, as on
-/// GPUs.
+/// Holds `X^T X` of activations `X [rows, channels]`, over any number of batches: the whole
+/// matrix, which GPTQ needs, or only the blocks along its diagonal, which the searches by Hessian
+/// need. Sums are in f64; of a whole matrix products of [1024](GramLayout::F32_ROWS) activations
+/// are first summed in f32.
 ///
 /// ```
 /// use burn_fp4_search::Gram;
@@ -41,9 +41,6 @@ pub struct Gram {
     /// Tiles of the layout, with both halves of the tiles on the diagonal.
     values: Vec<f64>,
 }
-
-/// Number of activations whose products are summed before the sum is added in f64.
-pub(crate) const CHUNK: usize = 1024;
 
 impl Gram {
     /// Creates the whole matrix, of no activations yet.
@@ -195,21 +192,25 @@ impl Gram {
         self.rows += activations.len() / channels;
         let rows = activations.chunks_exact(channels);
         self.tokens += rows.filter(|row| row.iter().any(|x| *x != 0.0)).count();
-        self.amax = activations.iter().fold(self.amax, |amax, x| amax.max(x.abs()));
-        if self.is_whole() {
-            for chunk in activations.chunks(CHUNK * channels) {
-                self.add_whole(chunk);
-            }
-        } else {
-            self.add_blocks(activations);
+        let amax = activations.iter().fold(0.0f32, |amax, x| amax.max(x.abs()));
+        self.amax = self.amax.max(amax);
+        let fits_f32 = (amax * amax * GramLayout::F32_ROWS as f32).is_finite();
+        match (self.is_whole(), fits_f32) {
+            (false, _) => self.add_blocks(activations),
+            (true, true) => self.add_whole(activations, |&value| value),
+            (true, false) => self.add_whole(activations, |&value| f64::from(value)),
         }
         Ok(())
     }
 
-    fn add_whole<T: Real>(&mut self, activations: &[T]) {
+    /// Adds activations that are summed in `T` at first.
+    fn add_whole<T: Real>(&mut self, activations: &[f32], convert: impl Fn(&f32) -> T) {
         let channels = self.channels();
-        let x = Matrix::row_major(activations, activations.len() / channels, channels);
-        add_to_tiles(&mut self.values, self.layout, 0, x);
+        for chunk in activations.chunks(GramLayout::F32_ROWS * channels) {
+            let values: Vec<T> = chunk.iter().map(&convert).collect();
+            let x = Matrix::row_major(&values, values.len() / channels, channels);
+            add_to_tiles(&mut self.values, self.layout, 0, x);
+        }
         self.mirror();
     }
 
@@ -380,7 +381,8 @@ impl Gram {
 
     /// Sums the squares of the outputs of rows `[rows, channels]`: `tr(W H W^T)` for rows W and
     /// this matrix H. In f64, because a good search leaves its errors where H is small: in f32 the
-    /// rounding errors of the terms that cancel would be larger than the result.
+    /// rounding errors of the terms that cancel would be larger than the result. The rounding of H
+    /// itself remains; the sum is 0 if it would be negative for that.
     ///
     /// # Errors
     /// [`SearchError::Format`] if the slice does not hold a whole number of rows, or the matrix is
@@ -391,10 +393,7 @@ impl Gram {
         let channels = self.channels();
         check_activations(rows, channels)?;
         let mut products = Self::new(channels);
-        for chunk in rows.chunks(CHUNK * channels) {
-            let wide: Vec<f64> = chunk.iter().map(|&value| value.into()).collect();
-            products.add_whole(&wide);
-        }
+        products.add_whole(rows, |&value| f64::from(value));
         let len = self.layout.tile_len();
         let tiles = self.values.par_chunks_exact(len).zip(products.values.par_chunks_exact(len));
         let sums: Vec<f64> = tiles
@@ -406,7 +405,8 @@ impl Gram {
                 if row == col { sum } else { 2.0 * sum }
             })
             .collect();
-        Ok(sums.iter().sum())
+        let sum: f64 = sums.iter().sum();
+        Ok(if sum < 0.0 { 0.0 } else { sum })
     }
 
     /// Returns the matrix of the inputs after a Hadamard transform, `T^T H T`. The
@@ -458,8 +458,8 @@ impl Gram {
     }
 }
 
-/// Adds `X^T X` of some activations, summed in `T`, to tiles of a layout from tile `first` on. Tiles
-/// below the diagonal are not computed, so that the work is half of that of a product.
+/// Adds `X^T X` of some activations, summed in `T`, to tiles of a layout from tile `first` on.
+/// Tiles below the diagonal are not computed, so that the work is half of that of a product.
 pub(crate) fn add_to_tiles<T: Real>(
     tiles: &mut [f64],
     layout: GramLayout,
@@ -580,7 +580,7 @@ mod tests {
         for (channels, block_size) in
             [(3, 3), (128, 128), (129, 129), (300, 300), (128, 16), (320, 32), (300, 100)]
         {
-            let rows = 5;
+            let rows = if channels == 3 { GramLayout::F32_ROWS + 7 } else { 5 };
             let x: Vec<f32> = (0..rows * channels).map(|at| (at * 7 % 11) as f32 - 5.0).collect();
             let mut gram = match block_size == channels {
                 true => Gram::new(channels),

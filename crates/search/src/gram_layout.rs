@@ -30,6 +30,9 @@ impl GramLayout {
     /// Side of the tiles in which devices sum. Tiles of whole matrices are never larger.
     pub const SIDE: usize = 128;
 
+    /// Activations whose products are summed in f32, before the sum is added in f64.
+    pub const F32_ROWS: usize = 1024;
+
     /// Returns the layout of devices for a matrix of blocks along the diagonal; one block of all
     /// channels is the whole matrix. Elements of tiles below the diagonal of the matrix are
     /// ignored.

@@ -86,7 +86,7 @@ impl Metrics {
 
 /// Sums the squares of the errors of a layer's outputs, and of the outputs: `tr(E H E^T)` for the
 /// errors E of its weight, and `tr(W H W^T)` for the weight W, given the Gram matrix H of its
-/// inputs, in f64.
+/// inputs. Products are in f64.
 ///
 /// ```
 /// use burn_fp4_search::formats::Fp4Format;

@@ -19,7 +19,7 @@ use super::cache::{Cache, GramShape};
 use super::execution::Execution;
 use super::layer_inputs::LayerInput;
 use super::recorder::Recorder;
-use super::recording::Recording;
+use super::recording::{Memory, Recording};
 use super::values::Values;
 
 /// The path of a weight, and its new values.
@@ -87,29 +87,32 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
         if self.inputs().is_empty() {
             return self.replicas.len();
         }
-        let (mut peak, mut waiting) = (0, 0);
-        for recording in &self.recordings {
-            let of_one = recording.memory(&self.values);
-            (peak, waiting) = (of_one.peak.max(peak), of_one.waiting.max(waiting));
-        }
-        let left = memory.saturating_sub(self.values.shared_bytes());
-        let running = self.side_by_side();
-        // As many run as wait, or some of them.
-        let on_each = match left.checked_div(peak.saturating_add(waiting)) {
-            Some(few) if few < running => few,
-            _ => {
-                let left = left.saturating_sub(running.saturating_mul(peak));
-                left.checked_div(waiting).unwrap_or(usize::MAX)
-            }
-        };
+        let Memory { peak, waiting } = self.memory_of_pass();
+        let left = memory.saturating_sub(self.values.shared_bytes()).saturating_sub(peak);
+        let on_each = left.checked_div(waiting).unwrap_or(usize::MAX);
         on_each.max(1).saturating_mul(self.replicas.len())
     }
 
-    /// Most batches that run at the same time on each device: one thread runs most operations of a
-    /// host.
-    fn side_by_side(&self) -> usize {
-        let on_hosts = self.replicas.iter().all(|(device, _)| is_host(device));
-        if on_hosts { rayon::current_num_threads() } else { 1 }
+    /// Batches of those in flight that run at the same time in some memory. On hosts one thread
+    /// runs most operations: as many as there are threads. Other devices share each operation among
+    /// their units: one.
+    pub(crate) fn running(&self, memory: usize, in_flight: usize) -> usize {
+        if !self.replicas.iter().all(|(device, _)| is_host(device)) {
+            return 1;
+        }
+        let Memory { peak, waiting } = self.memory_of_pass();
+        let taken = in_flight.saturating_mul(waiting).saturating_add(self.values.shared_bytes());
+        let fit = memory.saturating_sub(taken).checked_div(peak).unwrap_or(usize::MAX);
+        fit.clamp(1, rayon::current_num_threads())
+    }
+
+    /// The most memory that a pass takes.
+    fn memory_of_pass(&self) -> Memory {
+        let passes = self.recordings.iter().map(|recording| recording.memory(&self.values));
+        passes.fold(Memory::default(), |most, pass| Memory {
+            peak: most.peak.max(pass.peak),
+            waiting: most.waiting.max(pass.waiting),
+        })
     }
 
     /// Paths of matrices that nothing is multiplied by.
@@ -205,10 +208,11 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
         Ok(())
     }
 
-    /// Sums up the parts of an input of layers over batches.
+    /// Sums up the parts of an input of layers over batches, some of which run at the same time.
     pub(crate) fn sum(
         &self,
         passes: &mut [Execution<'_>],
+        running: usize,
         at: usize,
         shape: &GramShape,
     ) -> Result<Vec<FetchedGram>, Fp4Error> {
@@ -225,7 +229,7 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
             pass.advance(of_pass.at);
             of_pass.cut(pass.interpreter.matrix(&of_pass.tensor))
         };
-        for passes in passes.chunks_mut(self.side_by_side()) {
+        for passes in passes.chunks_mut(running) {
             let parts: Vec<_> = match passes {
                 [pass] => vec![parts(pass)],
                 _ => passes.par_iter_mut().map(parts).collect(),

@@ -43,7 +43,7 @@ pub(crate) enum Pace {
 
 /// A way to run batches.
 pub(crate) struct Way<'a> {
-    /// Batches that run side by side.
+    /// Batches that are started at a time.
     pub(crate) in_flight: usize,
     pub(crate) pace: Pace,
     /// The use of the statistics, which tells caches apart.
@@ -75,7 +75,9 @@ pub(crate) fn run<M: Module>(
         None => None,
     };
     let chunks = batches.recordings().chunks(in_flight).collect();
-    let pipeline = Pipeline { batches, chunks, blocks, cache, progress: options.progress, seen };
+    let running = batches.running(options.memory, in_flight);
+    let progress = options.progress;
+    let pipeline = Pipeline { batches, chunks, running, blocks, cache, progress, seen };
     caught(|| pipeline.run(way.pace, way.first))
 }
 
@@ -84,6 +86,8 @@ struct Pipeline<'a, M, S> {
     batches: &'a RecordedBatches<'a, M>,
     /// Batches that are in flight at a time.
     chunks: Vec<&'a [Recording]>,
+    /// Batches of these that run at the same time.
+    running: usize,
     /// The size of the blocks of which Gram matrices consist, unless they are whole.
     blocks: Option<usize>,
     cache: Option<Cache>,
@@ -155,7 +159,7 @@ where
         let grams = match known {
             Some(grams) => scope.spawn(|| Ok(grams)),
             None => {
-                let fetched = self.batches.sum(passes, input, &shape)?;
+                let fetched = self.batches.sum(passes, self.running, input, &shape)?;
                 scope.spawn(|| fetched.into_iter().map(FetchedGram::gather).collect())
             }
         };
@@ -258,13 +262,16 @@ mod tests {
     fn statistics_do_not_depend_on_how_many_batches_run_at_the_same_time() {
         let device = Device::flex();
         let layers = layers(&device);
-        let random = |_| Tensor::random([5, 8], Distribution::Normal(0.0, 1.0), &device);
-        let batches: Vec<Tensor<2>> = (0..5).map(random).collect();
-        let [alone, together] = [1, 3].map(|threads| {
+        // Of magnitudes whose sums are rounded in f64.
+        let random = |at: i32| {
+            Tensor::random([5, 8], Distribution::Normal(0.0, 1.0), &device) * 1e6f32.powi(at)
+        };
+        let batches: Vec<Tensor<2>> = (-2..3).map(random).collect();
+        let in_pool = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| in_turn(&layers, &batches, CalibrationOptions::default()))
-        });
-        assert_eq!(alone, together);
+        };
+        assert_eq!(in_pool(1), in_pool(3));
     }
 
     #[test]

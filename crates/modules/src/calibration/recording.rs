@@ -28,7 +28,7 @@ pub(crate) struct Recording {
 
 /// Bytes that a recording takes on its device until the last input of a layer is known, where it
 /// ends, but for parameters and values that are shared.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct Memory {
     /// At most.
     pub(crate) peak: usize,

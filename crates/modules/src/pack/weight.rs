@@ -409,7 +409,7 @@ impl OutputSums {
 }
 
 /// Sums up the outputs of a weight, if its task asks for it and whole Gram matrices of its inputs
-/// are known: in f64 on a host, in f32 on other devices, whose f64 is slow.
+/// are known: products in f64 on a host, in f32 on other devices, whose f64 is slow.
 ///
 /// # Errors
 /// [`OpsError`] for a dtype that is not quantized.
@@ -517,7 +517,7 @@ mod tests {
     /// Inputs are nearly the same in all channels, and errors cancel for these. In f32 the rounding
     /// of the terms would be a thousand times the sum.
     #[test]
-    fn errors_of_outputs_on_hosts_are_exact_where_their_terms_cancel() {
+    fn outputs_of_a_matrix_summed_in_f64_are_exact_where_their_terms_cancel() {
         let device = Device::flex();
         let inputs: Vec<f32> = (0..64 * 32).map(|at| 1.0 + 1e-4 * (at % 7) as f32).collect();
         // Summed in f64 throughout.
@@ -535,10 +535,15 @@ mod tests {
         });
         let expected: f64 = outputs.map(|output| output * output).sum();
         let rows = Tensor::<2>::from_data(TensorData::new(errors, [1, 32]), &device);
-        for (matrix, axis) in [(rows.clone(), 1), (rows.transpose(), 0)] {
+        for (matrix, axis) in [(rows.clone(), 1), (rows.clone().transpose(), 0)] {
             let found = squared_outputs(&gram, matrix, axis).unwrap();
             assert!((found - expected).abs() <= 1e-4 * expected, "{found} {expected}");
         }
+        // Summed in f32 at first, a matrix leaves its rounding.
+        let rounded = Gram::of(&inputs, 32).unwrap();
+        let found = squared_outputs(&rounded, rows, 1).unwrap();
+        let all: f64 = rounded.diagonal().sum();
+        assert!((found - expected).abs() <= 1e-6 * all, "{found} {expected} of {all}");
         let infinite = Tensor::<2>::ones([1, 32], &device) / 0.0;
         assert_eq!(squared_outputs(&gram, infinite, 1).unwrap(), f64::INFINITY);
     }

@@ -103,11 +103,12 @@ const MOST: usize = 16;
 /// kernels are compiled by which products read ahead; one that its own pass would capture is an
 /// error. Other threads may quantize, load, take memory and read meanwhile: a thread that uses
 /// packed weights is exempt from what the driver forbids while a stream is captured. Two limits
-/// remain. Data that are put on the device (`from_data`) by the thread on whose stream is captured,
-/// or by one that has the same stream (CubeCL has 128, which threads get in turn), may be lost
-/// without an error. A thread that has used no packed weight yet, and waits for a result at the
-/// moment when a capture begins, can fail; the replay captures again, up to three times. To be safe
-/// from either, capture first, by a run for each combination of shapes, and serve then.
+/// remain. Data that are put on the device (`from_data`) by the thread on whose stream is
+/// captured, or by one that has the same stream (CubeCL has 128, which threads get in turn), may
+/// be lost without an error. A thread that has used no packed weight yet, and waits for a result
+/// at the moment when a capture begins, can fail, and so can the capture, which is tried three
+/// times. To be safe from either, capture first, by a run for each combination of shapes, and
+/// serve then.
 ///
 /// **CUDA graphs of your own.** A thread's first use of a packed weight sets its capture mode to
 /// relaxed (`cuThreadExchangeStreamCaptureMode` of the driver), and the mode stays so. If the
@@ -462,9 +463,7 @@ impl<M: Module + Sync, I: ReplayTensors, O: ReplayTensors, S: ReplayTensors> Rep
             of_outputs.get_or_init(|| outputs.lengths());
             (state.into_tensors(), outputs.into_tensors())
         });
-        if graph.is_err() && !state.is_empty() {
-            self.captures.clear();
-        }
+        self.captures.retain(|known| known.graph.is_of(state));
         if let Some(error) = other_state.into_inner() {
             return Err(error);
         }

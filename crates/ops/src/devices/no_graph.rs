@@ -75,6 +75,12 @@ impl CapturedGraph {
         match *state {}
     }
 
+    /// Returns true if the graph was captured on the memory that the state has now.
+    #[must_use]
+    pub fn is_of(&self, _state: &GraphState) -> bool {
+        match *self {}
+    }
+
     /// Replays the graph on inputs.
     ///
     /// # Errors

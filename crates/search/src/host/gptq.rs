@@ -101,7 +101,7 @@ struct Rounded<'a> {
     original: Vec<f32>,
     /// E2M1 values of the codes, `[rows, cols]`.
     elements: Vec<f32>,
-    /// `[rows, blocks]`.
+    /// `[blocks, rows]`.
     scales: Vec<u8>,
 }
 
@@ -322,10 +322,9 @@ impl<'a> Rounded<'a> {
             .zip(values)
             .for_each(|(((elements, residuals), changes), value)| {
                 let elements = &mut elements[block..block + size];
-                let mut memory = [0.0; MAX_BLOCK];
-                let of_row = &mut memory[..size];
-                of_row.copy_from_slice(residuals);
-                let residuals = of_row;
+                let mut copy = [0.0; MAX_BLOCK];
+                copy[..size].copy_from_slice(residuals);
+                let residuals = &mut copy[..size];
                 for i in 0..size {
                     changes[i] = 0.0;
                     if value == 0.0 {

@@ -1,6 +1,6 @@
 //! `X^T X` of activations, added to the tiles in which devices sum.
 
-use crate::gram::{CHUNK, add_to_tiles};
+use crate::gram::add_to_tiles;
 use crate::gram_layout::GramLayout;
 use crate::matrix::Matrix;
 
@@ -27,7 +27,7 @@ pub fn add_gram(sums: &mut [f64], activations: &[f32], layout: GramLayout, first
     let channels = layout.channels();
     let whole = sums.len().is_multiple_of(layout.tile_len());
     assert!(layout.side() == GramLayout::SIDE && whole, "whole tiles of devices");
-    for chunk in activations.chunks(CHUNK * channels.max(1)) {
+    for chunk in activations.chunks(GramLayout::F32_ROWS * channels.max(1)) {
         let x = Matrix::row_major(chunk, chunk.len() / channels, channels);
         add_to_tiles(sums, layout, first, x);
     }
@@ -40,7 +40,7 @@ mod tests {
     #[test]
     fn tiles_hold_the_products_of_their_channels() {
         for (channels, block_size) in [(300, 300), (96, 96), (320, 32), (3, 3)] {
-            let rows = CHUNK + 7;
+            let rows = GramLayout::F32_ROWS + 7;
             let value = |at: usize| ((at * 7919 % 1013) as f32 - 500.0) / 500.0;
             let activations: Vec<f32> = (0..rows * channels).map(value).collect();
             let layout = GramLayout::of_device(channels, block_size);
@@ -54,8 +54,8 @@ mod tests {
                 for col in row..channels {
                     let Some((tile, at)) = layout.place(row, col) else { continue };
                     let found = tiles[tile * layout.tile_len() + at];
-                    let products = activations.chunks(channels).map(|x| x[row] * x[col]);
-                    let exact = 1.0 + products.map(f64::from).sum::<f64>();
+                    let product = |x: &[f32]| f64::from(x[row]) * f64::from(x[col]);
+                    let exact = 1.0 + activations.chunks(channels).map(product).sum::<f64>();
                     assert!((found - exact).abs() < 1e-2, "{row}, {col}: {found}, {exact}");
                 }
             }

@@ -359,8 +359,9 @@ impl OutputTile {
             }
         }
         for k in 0..len {
-            // In registers, so that a vector of the weight is needed once: with AVX2, 12 sums, 3
-            // inputs and a weight are all 16.
+            // Inputs stay in registers, and each vector of the weight is read once: 12 sums, 3
+            // inputs and a weight fill the 16 registers of AVX2; 24, 6 and 1 fit the 32 of
+            // AVX-512.
             let mut vectors = [simd.splat_f32s(0.0); M];
             for (vector, input) in vectors.iter_mut().zip(&inputs) {
                 *vector = input[k];

@@ -14,7 +14,7 @@ use rayon::prelude::*;
 /// Values per parallel task: large enough to amortize a task, small enough to balance two cores.
 pub(super) const TASK: usize = 1 << 16;
 
-/// Values per parallel task of a search.
+/// Values per parallel task of a search: few, so that threads share a column of blocks in GPTQ.
 pub(super) const SEARCH_TASK: usize = 1 << 12;
 
 /// Work of a thread in a microsecond, by kind.

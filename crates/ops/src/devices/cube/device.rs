@@ -116,8 +116,8 @@ pub(crate) fn output_tensor(
 
 /// Returns the tensor in contiguous memory that nothing else reads.
 ///
-/// CubeCL counts an owner too many while its thread allocates the memory: a tensor that was made
-/// just before may be copied too.
+/// Copies it if another owner holds it. While CubeCL's thread allocates memory it counts as one
+/// more owner, so a tensor made just before may be copied too.
 pub(super) fn writable(tensor: CubeTensor) -> CubeTensor {
     match tensor.can_mut() || !tensor.is_contiguous() {
         true => into_contiguous(tensor),

@@ -7,9 +7,6 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 use burn_fp4_search::GramLayout;
 
-/// Activations that are summed in f32 at a time.
-const GRAM_ROWS: usize = 1024;
-
 /// [`fp4_add_gram`](crate::Fp4Backend::fp4_add_gram), one column of tiles at a time, with the
 /// device's [`fp4_deterministic_matmul`](crate::Fp4Backend::fp4_deterministic_matmul).
 pub(crate) fn add_gram<B: Backend>(
@@ -37,8 +34,8 @@ pub(crate) fn add_gram<B: Backend>(
         B::float_slice(x.clone(), &slices)
     };
     let mut sums = sums;
-    for start in (0..rows).step_by(GRAM_ROWS) {
-        let end = rows.min(start + GRAM_ROWS);
+    for start in (0..rows).step_by(GramLayout::F32_ROWS) {
+        let end = rows.min(start + GramLayout::F32_ROWS);
         let x = B::float_reshape(part(&x, 0, start..end), Shape::new([end - start, columns, SIDE]));
         let x = B::float_swap_dims(x, 0, 1);
         let products = layout.columns(first..first + tiles).into_iter().map(|(column, rows)| {

@@ -60,8 +60,8 @@ pub(super) struct PassRuns<'a> {
 pub(super) enum Uncaptured {
     /// The pass, or a run of it, failed.
     Pass(OpsError),
-    /// Every launch was made, and the device refused what it had recorded: another thread used it,
-    /// or an operation took memory that it had not taken before.
+    /// All launches were made, but the recording is of no use: the device refused it, or the state
+    /// was written in place in another way than before. Another thread may have used the device.
     Recording(OpsError),
 }
 
@@ -127,11 +127,13 @@ impl PassRuns<'_> {
         .unwrap_or_else(|panic| Err(not_captured(panic).into()))
     }
 
-    /// Copies the state to buffers that operations can write in place: CubeCL has to have allocated
-    /// them.
+    /// Copies the state to buffers that operations can write in place; see
+    /// [`writable`](super::super::device::writable) for the reason to wait.
     fn copies(&self, state: &[CubeTensor]) -> Result<Vec<CubeTensor>, OpsError> {
         let buffers = state.iter().map(copy).collect();
-        Cube::sync(self.device).map_err(OpsError::device)?;
+        if !state.is_empty() {
+            Cube::sync(self.device).map_err(OpsError::device)?;
+        }
         Ok(buffers)
     }
 

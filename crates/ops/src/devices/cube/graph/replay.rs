@@ -26,7 +26,7 @@ use crate::error::OpsError;
 /// past the queues, to the stream that another thread may be capturing.
 static CAPTURING: Mutex<()> = Mutex::new(());
 
-/// Captures of a pass whose recording the device refuses.
+/// Most attempts to capture a pass, if the recording is refused.
 const MOST_ATTEMPTS: usize = 3;
 
 /// A captured forward pass: one launch on CUDA; on wgpu CubeCL encodes the prepared launches again.
@@ -44,6 +44,7 @@ const MOST_ATTEMPTS: usize = 3;
 ///         let x = Tensor::<1>::from_dispatch(inputs.remove(0));
 ///         (state, vec![(x * 2.0).into_dispatch()])
 ///     })?;
+///     assert!(graph.is_of(&state));
 ///     graph.replay(&mut state, x)
 /// });
 /// assert_eq!(doubled.is_ok(), captures_graphs(&device));
@@ -86,9 +87,10 @@ impl Drop for Graph {
 }
 
 impl CapturedGraph {
-    /// Runs a pass on these inputs a few times, on copies of the state, and captures it; once more,
-    /// or twice, if another thread disturbs the recording. The pass must use the device only from
-    /// the thread that calls it: another thread would wait for ever.
+    /// Runs a pass on these inputs a few times, on copies of the state, and captures it. Repeats
+    /// this up to twice if the device refuses the recording, which another thread may have
+    /// disturbed: other graphs captured on the state are void then, unless it is empty. The pass
+    /// must use the device only from the thread that calls it: another thread would wait for ever.
     ///
     /// # Errors
     /// [`OpsError::Capture`] if the pass cannot be captured: it reads values, uploads values
@@ -139,18 +141,24 @@ impl CapturedGraph {
         })
     }
 
+    /// Returns true if the graph was captured on the memory that the state has now.
+    #[must_use]
+    pub fn is_of(&self, state: &GraphState) -> bool {
+        Arc::ptr_eq(&state.memory, &self.graph.memory)
+    }
+
     /// Replays the graph on inputs of the captured shapes and dtypes, in the same order. Outputs
     /// are in memory of their own. The state has to be the one that the graph was captured on.
     ///
     /// # Errors
-    /// [`OpsError::Capture`] for another state, also one on which a later capture failed, and for
-    /// inputs on another device, or of another number, shape or dtype.
+    /// [`OpsError::Capture`] for another state, also one on which a later capture failed or was
+    /// repeated, and for inputs on another device, or of another number, shape or dtype.
     pub fn replay(
         &self,
         state: &mut GraphState,
         inputs: Vec<DispatchTensor>,
     ) -> Result<Vec<DispatchTensor>, OpsError> {
-        if !Arc::ptr_eq(&state.memory, &self.graph.memory) {
+        if !self.is_of(state) {
             return Err(not_captured("the state is not the one that the graph was captured on"));
         }
         let inputs = inputs.into_iter().map(|input| fused_on(&self.graph.device, input));

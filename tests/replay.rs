@@ -428,6 +428,10 @@ fn a_recording_that_is_refused_is_repeated_and_voids_other_captures_of_the_state
             let found = replay.run(Tensor::ones([length], device)).expect("captured again");
             total += length as f32;
             assert_eq!(floats(found), [total], "{name}: {length}");
+            if disturbs {
+                let runs = if has_graphs(name) { 10 } else { 1 };
+                assert_eq!(RUNS.load(Ordering::Relaxed), runs, "{name}: two attempts");
+            }
         }
         assert_eq!(replay.captures(), if has_graphs(name) { 2 } else { 0 }, "{name}");
     });

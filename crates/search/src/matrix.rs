@@ -302,7 +302,7 @@ mod tests {
 
     #[test]
     fn singular_matrices_have_none() {
-        for n in [2, 100] {
+        for n in [2, 100.min(MOST)] {
             for found in [0.0, -1.0, f64::NAN, f64::INFINITY] {
                 let mut matrix = definite(n);
                 matrix[n * n - 1] = found;

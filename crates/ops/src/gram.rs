@@ -62,11 +62,11 @@ pub fn block_hessians<const D: usize>(
 
 /// Sum of `X^T X` over batches of activations, with their largest magnitude.
 ///
-/// Of a whole matrix, hosts sum products of up to 1024 activations of a batch in f32, and these
-/// sums in f64; of blocks, every product in f64. Other devices sum in place: products of 1024
-/// activations in f32, and their sum in f64 if the device has it. Burn's all-reduce adds the sums
-/// of several devices. The products do not depend on the device, and in f64 the order hardly
-/// matters, so the sums rounded to f32 are the same however batches are divided.
+/// Hosts sum products of up to 1024 activations of a batch in f32, and these sums in f64; for
+/// blocks, every product in f64. Other devices sum in place: products of 1024 activations in f32,
+/// and their sum in f64 if the device has it. Burn's all-reduce adds the sums of several devices.
+/// The products do not depend on the device, and in f64 the order hardly matters, so the sums
+/// rounded to f32 are the same however batches are divided among devices.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

@@ -1,5 +1,7 @@
 //! [`Gram`]: sums of products of the inputs of a layer.
 
+use std::borrow::Cow;
+
 use burn_fp4_formats::{FormatError, check_length};
 use rayon::prelude::*;
 
@@ -12,7 +14,7 @@ use crate::matrix::{Matrix, Real, add_product};
 /// Holds `X^T X` of activations `X [rows, channels]`, over any number of batches: the whole
 /// matrix, which GPTQ needs, or only the blocks along its diagonal, which the searches by Hessian
 /// need. Sums are in f64; of a whole matrix products of [1024](GramLayout::F32_ROWS) activations
-/// are first summed in f32.
+/// are first summed in f32, unless its range is too small for them.
 ///
 /// ```
 /// use burn_fp4_search::Gram;
@@ -194,20 +196,26 @@ impl Gram {
         self.tokens += rows.filter(|row| row.iter().any(|x| *x != 0.0)).count();
         let amax = activations.iter().fold(0.0f32, |amax, x| amax.max(x.abs()));
         self.amax = self.amax.max(amax);
-        let fits_f32 = (amax * amax * GramLayout::F32_ROWS as f32).is_finite();
+        let square = amax * amax;
+        let fits_f32 = square >= f32::MIN_POSITIVE / f32::EPSILON
+            && (square * GramLayout::F32_ROWS as f32).is_finite();
         match (self.is_whole(), fits_f32) {
             (false, _) => self.add_blocks(activations),
-            (true, true) => self.add_whole(activations, |&value| value),
-            (true, false) => self.add_whole(activations, |&value| f64::from(value)),
+            (true, true) => self.add_whole(activations, |chunk| Cow::Borrowed(chunk)),
+            (true, false) => self.add_whole(activations, widened),
         }
         Ok(())
     }
 
     /// Adds activations that are summed in `T` at first.
-    fn add_whole<T: Real>(&mut self, activations: &[f32], convert: impl Fn(&f32) -> T) {
+    fn add_whole<T: Real>(
+        &mut self,
+        activations: &[f32],
+        converted: impl Fn(&[f32]) -> Cow<'_, [T]>,
+    ) {
         let channels = self.channels();
         for chunk in activations.chunks(GramLayout::F32_ROWS * channels) {
-            let values: Vec<T> = chunk.iter().map(&convert).collect();
+            let values = converted(chunk);
             let x = Matrix::row_major(&values, values.len() / channels, channels);
             add_to_tiles(&mut self.values, self.layout, 0, x);
         }
@@ -393,7 +401,7 @@ impl Gram {
         let channels = self.channels();
         check_activations(rows, channels)?;
         let mut products = Self::new(channels);
-        products.add_whole(rows, |&value| f64::from(value));
+        products.add_whole(rows, widened);
         let len = self.layout.tile_len();
         let tiles = self.values.par_chunks_exact(len).zip(products.values.par_chunks_exact(len));
         let sums: Vec<f64> = tiles
@@ -456,6 +464,10 @@ impl Gram {
         });
         BlockHessians::new(values.collect(), block_size)
     }
+}
+
+fn widened(values: &[f32]) -> Cow<'_, [f64]> {
+    values.iter().map(|&value| f64::from(value)).collect()
 }
 
 /// Adds `X^T X` of some activations, summed in `T`, to tiles of a layout from tile `first` on.
@@ -573,6 +585,19 @@ pub(crate) fn check_activations(activations: &[f32], channels: usize) -> Result<
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn squares_beyond_the_range_of_f32_are_summed() {
+        for exponent in [-90, 90] {
+            let value = 2f32.powi(exponent);
+            let gram = Gram::of(&[value, 3.0 * value], 2).unwrap();
+            let square = f64::from(value).powi(2);
+            assert_eq!(
+                [(0, 0), (0, 1), (1, 1)].map(|(row, col)| gram.get(row, col)),
+                [Some(square), Some(3.0 * square), Some(9.0 * square),]
+            );
+        }
+    }
 
     /// Sums of integers, for which no order of summation matters.
     #[test]

@@ -262,14 +262,20 @@ mod tests {
     fn statistics_do_not_depend_on_how_many_batches_run_at_the_same_time() {
         let device = Device::flex();
         let layers = layers(&device);
-        // Of magnitudes whose sums are rounded in f64.
+        // Their sums are rounded in f64.
         let random = |at: i32| {
             Tensor::random([5, 8], Distribution::Normal(0.0, 1.0), &device) * 1e6f32.powi(at)
         };
         let batches: Vec<Tensor<2>> = (-2..3).map(random).collect();
         let in_pool = |threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| in_turn(&layers, &batches, CalibrationOptions::default()))
+            pool.install(|| {
+                let pass = &mut |layers: &Vec<Linear>, x| (forward(layers, x), Vec::new());
+                let recorded = RecordedBatches::new(&layers, batches.clone(), &[], None, pass);
+                let running = |memory| recorded.as_ref().unwrap().running(memory, 5);
+                assert_eq!([running(1), running(usize::MAX)], [1, threads]);
+                in_turn(&layers, &batches, CalibrationOptions::default())
+            })
         };
         assert_eq!(in_pool(1), in_pool(3));
     }

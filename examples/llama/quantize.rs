@@ -29,6 +29,9 @@ pub struct QuantizeOptions {
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
     #[arg(long)]
     pub damping: Option<f64>,
+    /// Share of the errors of earlier layers that GPTQ makes up for with --sequential, from 0 to 1.
+    #[arg(long, value_name = "SHARE", requires = "sequential")]
+    pub correction: Option<f64>,
     /// Apply a Hadamard transform to groups of 16, 32, 64 or 128 inputs before weights are
     /// quantized, for --method gptq. The dialect is fp-quant.
     #[arg(long, value_name = "N")]
@@ -77,13 +80,17 @@ impl QuantizeOptions {
     /// Returns the configuration for a model.
     ///
     /// # Errors
-    /// A damping for a method other than GPTQ, and an unknown size of a Hadamard transform.
+    /// A damping or a correction for a method other than GPTQ, and an unknown size of a Hadamard transform.
     pub fn config<L: Projection>(&self, model: &Llama<L>) -> Result<Fp4Config> {
-        let scheme = match (self.method, self.damping) {
-            (Some(Method::Gptq(options)), Some(damping)) => {
-                scheme(self.format, Method::Gptq(Gptq { damping, ..options }))
+        let scheme = match (self.method, self.damping.or(self.correction)) {
+            (Some(Method::Gptq(options)), _) => {
+                let damping = self.damping.unwrap_or(options.damping);
+                let correction = self.correction.unwrap_or(options.correction);
+                scheme(self.format, Method::Gptq(Gptq { damping, correction, ..options }))
             }
-            (_, Some(_)) => bail!("--damping is for --method gptq and gptq-original; remove it"),
+            (_, Some(_)) => bail!(
+                "--damping and --correction are for --method gptq and gptq-original; remove them"
+            ),
             (None, None) => Fp4Scheme::recommended(self.format),
             (Some(method), None) => scheme(self.format, method),
         };

@@ -364,11 +364,16 @@ impl Work<'_, '_> {
         Ok(left)
     }
 
+    /// Returns a part for the weights of a stage.
+    fn part(&self, work: &StageWork) -> Part {
+        let embeds = |at: &usize| Stage::of(path(&self.outline.weights[*at])) == Stage::Embedding;
+        self.whole.part(work.stage, work.places.iter().any(embeds))
+    }
+
     /// Loads the weights of a stage: as they were quantized, if that is done and decides about the
     /// activations.
     fn load(&self, work: &StageWork, output: &Output<'_>) -> Result<Part> {
-        let embeds = |at: &usize| Stage::of(path(&self.outline.weights[*at])) == Stage::Embedding;
-        let mut part = self.whole.part(work.stage, work.places.iter().any(embeds));
+        let mut part = self.part(work);
         let quantized = |at: &usize| self.outline.weights[*at].is_quantized();
         let mut quantized = work.places.iter().copied().filter(quantized).peekable();
         if work.to_make || !self.job.options.sequential || quantized.peek().is_none() {
@@ -412,9 +417,10 @@ impl Work<'_, '_> {
     ) -> Result<(Vec<ParameterReport>, Vec<Activations>)> {
         let StageWork { stage, to_make, calibrates, gives, .. } = *work;
         let on = match self.job.options.sequential {
-            true => Calibrated::Sequential,
+            true => self.decided.sequential(),
             false => Calibrated::Dense,
         };
+        let (quantized, dense) = (on != Calibrated::Dense, on != Calibrated::Sequential);
         let forward = |part: &Part, batch| {
             let left = part.forward(batch);
             // Without them nothing is computed behind the last input.
@@ -422,23 +428,41 @@ impl Work<'_, '_> {
         };
         let decided = self.decided;
         if stage == Stage::Embedding {
-            let dense =
-                if gives && on == Calibrated::Dense { self.embed(part)? } else { Vec::new() };
+            let embed = |part: &Part, asked| if asked { self.embed(part) } else { Ok(Vec::new()) };
+            let dense = match to_make {
+                true => embed(part, gives && dense)?,
+                false => embed(&self.dense(work)?, gives && dense)?,
+            };
             let report = if to_make { decided.quantize(part)?.parameters } else { Vec::new() };
-            let embeds = gives && on == Calibrated::Sequential;
-            return Ok((report, if embeds { self.embed(part)? } else { dense }));
+            return Ok((report, [embed(part, gives && quantized)?, dense].concat()));
         }
         if to_make && (gives || calibrates) {
             let options = self.options(number);
-            let quantized =
+            let (report, left) =
                 decided.calibrate_and_quantize(part, on, options, activations, forward)?;
-            return Ok((quantized.0.parameters, quantized.1));
+            return Ok((report.parameters, left));
         }
         if to_make {
             return Ok((decided.quantize(part)?.parameters, Vec::new()));
         }
+        let run = |part: &Part, activations| {
+            decided.run(part, self.options(number), activations, forward)
+        };
         let part = part.clone().materialize();
-        Ok((Vec::new(), decided.run(&part, self.options(number), activations, forward)?))
+        if on != Calibrated::Corrected {
+            return Ok((Vec::new(), run(&part, activations)?));
+        }
+        let mut behind_quantized = activations;
+        let behind_dense = behind_quantized.split_off(behind_quantized.len() / 2);
+        let left = run(&part, behind_quantized)?;
+        Ok((Vec::new(), [left, run(&self.dense(work)?, behind_dense)?].concat()))
+    }
+
+    /// Loads the dense weights of a stage.
+    fn dense(&self, work: &StageWork) -> Result<Part> {
+        let mut part = self.part(work);
+        self.job.folder.load_part(&mut part)?;
+        Ok(part)
     }
 
     /// Looks up the calibration windows.

@@ -59,6 +59,22 @@ impl Mlp {
     }
 }
 
+impl Mlp {
+    /// The input of a layer.
+    fn input_of(&self, path: &str, batch: Tensor<2>) -> Tensor<2> {
+        let kept = Kept::default();
+        let device = batch.device();
+        self.run(batch, Some(&kept));
+        let (_, values, channels) = kept
+            .into_inner()
+            .into_iter()
+            .find(|(found, ..)| *found == path)
+            .expect("a layer has this path");
+        let rows = values.len() / channels;
+        Tensor::from_data(TensorData::new(values, [rows, channels]), &device)
+    }
+}
+
 impl Watched for Mlp {
     type Batch = Tensor<2>;
     fn run(&self, batch: Tensor<2>, kept: Option<&Kept>) {
@@ -571,8 +587,9 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
     let batches = || (0..3).map(|seed| random(seed, [40, 32], &device)).collect::<Vec<_>>();
     for config in [
         Fp4Config::nvfp4().method(Method::GPTQ),
+        corrected_by(0.0),
         Fp4Config::new(Fp4Scheme::mxfp4().with_method(Method::CoordinateDescent)),
-        Fp4Config::nvfp4().method(Method::GPTQ).exclude("layers.1.*"),
+        corrected_by(0.8).exclude("layers.1.*"),
     ] {
         let dense = Mlp::new(&device);
         let mut model = dense.clone();
@@ -584,8 +601,9 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
                 |model: &Mlp, x| model.forward(x),
             )
             .unwrap();
-        let by_gptq = config.scheme.method == Method::GPTQ;
-        assert_eq!(report.relative_output_error().is_some(), by_gptq, "{report}");
+        let by_gptq = config.scheme.method.gptq();
+        assert_eq!(report.relative_output_error().is_some(), by_gptq.is_some(), "{report}");
+        let corrects = by_gptq.is_some_and(|options| options.correction > 0.0);
         let skips = !config.exclude.is_empty();
         assert_eq!(report.quantized().count(), if skips { 2 } else { 3 });
         // By hand: each layer by its inputs behind the layers that are quantized already.
@@ -595,13 +613,18 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
                 continue;
             }
             let path = format!("{layer}.weight");
-            let calibration = {
-                let plain = by_hand.clone().materialize();
-                let run = |model: &Mlp, x| model.forward(x);
-                Calibration::of(&plain).run(batches(), run).unwrap()
-            };
+            let plain = by_hand.clone().materialize();
+            let mut sum = ops::GramSum::new(32);
+            for batch in batches() {
+                let [found, expected] =
+                    [&plain, &dense].map(|model| model.input_of(&path, batch.clone()));
+                match corrects {
+                    true => sum.add_with_drift(found, expected).unwrap(),
+                    false => sum.add(found).unwrap(),
+                }
+            }
             let mut of_layer = Calibration::new();
-            of_layer.insert(&path, 0, calibration.get(&path, 0).unwrap().clone());
+            of_layer.insert(&path, 0, sum.finish().unwrap());
             let config = config.clone().include(format!("{layer}.*")).with_calibration(&of_layer);
             by_hand.quantize_fp4(&config).unwrap();
         }
@@ -617,6 +640,45 @@ fn sequential_quantization_calibrates_on_quantized_layers() {
             panic!("{report}")
         };
         assert_ne!(scheme.method, Method::SSE);
+    }
+}
+
+/// Quantizes by GPTQ with a correction.
+fn corrected_by(correction: f64) -> Fp4Config {
+    Fp4Config::nvfp4().method(Method::Gptq(Gptq { correction, ..Gptq::DEFAULT }))
+}
+
+#[test]
+fn a_correction_brings_outputs_nearer_to_those_of_the_dense_model() {
+    for (name, device, _) in devices() {
+        let dense = Mlp::new(&device);
+        let batches = || (0..4).map(|seed| random(seed, [60, 32], &device)).collect::<Vec<_>>();
+        let error = |correction, hadamard: Option<ops::Hadamard>| {
+            let mut model = dense.clone();
+            let mut config = corrected_by(correction);
+            if let Some(hadamard) = hadamard {
+                config = config.hadamard(hadamard);
+            }
+            let options = CalibrationOptions::default();
+            let forward = |model: &Mlp, x| model.forward(x);
+            model.quantize_fp4_sequential(&config, options, batches(), forward).unwrap();
+            let differences = batches().into_iter().flat_map(|batch| {
+                let outputs = [&model, &dense].map(|model| floats(model.forward(batch.clone())));
+                let [found, expected] = outputs;
+                found.into_iter().zip(expected).map(|(found, expected)| (found - expected).powi(2))
+            });
+            differences.sum::<f32>()
+        };
+        for hadamard in [None, Some(ops::Hadamard::of_size(32).unwrap())] {
+            let [without, half, all] = [0.0, 0.5, 1.0].map(|share| error(share, hadamard));
+            assert!(half < 0.95 * without, "{name} {hadamard:?}: {half} {without}");
+            assert!(all < 0.95 * without, "{name} {hadamard:?}: {all} {without}");
+        }
+    }
+    for correction in [-0.1, 1.1, f64::NAN] {
+        let config = corrected_by(correction);
+        let error = Mlp::new(&Device::flex()).quantize_fp4(&config).unwrap_err();
+        assert!(error.to_string().contains("must be from 0 to 1"), "{error}");
     }
 }
 

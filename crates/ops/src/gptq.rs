@@ -162,7 +162,7 @@ impl<const D: usize> Checked<D> {
         values: Tensor<D>,
         axis: usize,
         scheme: &Fp4Scheme,
-        hessian_factor: &HessianFactor,
+        hessian_factor: &Arc<HessianFactor>,
     ) -> Result<Self, OpsError> {
         let (values, layout, scheme) = transformed(values.without_autodiff(), axis, scheme)?;
         let mut scheme = hessian_factor.scheme(&scheme)?;
@@ -175,6 +175,7 @@ impl<const D: usize> Checked<D> {
         }
         let channels = hessian_factor.channels();
         check_length("channels of the Gram matrix", layout.shape[axis], channels)?;
+        let values = hessian_factor.corrected(values, axis);
         let amax = checked_amax(&values, axis, &scheme)?;
         Ok(Self { values, layout, scheme, amax })
     }

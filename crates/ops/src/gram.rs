@@ -89,13 +89,15 @@ pub struct GramSum {
     devices: Vec<DeviceSum>,
     /// Number of activations on other devices.
     rows: usize,
+    /// [Drift](Gram::drift) of the activations, by device.
+    drift: Vec<Tensor<2>>,
 }
 
 impl GramSum {
     /// Begins a sum for the whole matrix.
     #[must_use]
     pub fn new(channels: usize) -> Self {
-        Self { host: Gram::new(channels), devices: Vec::new(), rows: 0 }
+        Self::of(Gram::new(channels))
     }
 
     /// Begins a sum for the blocks along the diagonal.
@@ -114,7 +116,11 @@ impl GramSum {
     /// # Errors
     /// [`OpsError::Search`] if the blocks do not divide the channels.
     pub fn in_blocks(channels: usize, block_size: usize) -> Result<Self, OpsError> {
-        Ok(Self { host: Gram::in_blocks(channels, block_size)?, devices: Vec::new(), rows: 0 })
+        Ok(Self::of(Gram::in_blocks(channels, block_size)?))
+    }
+
+    fn of(host: Gram) -> Self {
+        Self { host, devices: Vec::new(), rows: 0, drift: Vec::new() }
     }
 
     /// Adds activations `[.., channels]`. Reads nothing back from a device.
@@ -139,6 +145,53 @@ impl GramSum {
         self.devices[at].add(x)
     }
 
+    /// [Adds](Self::add) activations `[.., channels]` that quantized layers leave, with their
+    /// [drift](Gram::drift): how far they are from the ones that dense layers leave. Sums products
+    /// of the drift in f32, and these sums in f64 if the device has it. Where the dense ones are all zero, as those
+    /// of an expert that was not chosen, there is no drift.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_ops::GramSum;
+    ///
+    /// let device = Device::flex();
+    /// let mut sum = GramSum::new(2);
+    /// let quantized = Tensor::<2>::from_floats([[1.0, 2.0]], &device);
+    /// let dense = Tensor::<2>::from_floats([[1.5, 2.0]], &device);
+    /// sum.add_with_drift(quantized, dense)?;
+    /// assert_eq!(sum.finish()?.drift().unwrap(), [0.5, 0.0, 1.0, 0.0]);
+    /// # Ok::<(), burn_fp4_ops::OpsError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`add`](Self::add), of either; [`OpsError::Format`] for another number of rows.
+    pub fn add_with_drift<const D: usize>(
+        &mut self,
+        quantized: Tensor<D>,
+        dense: Tensor<D>,
+    ) -> Result<(), OpsError> {
+        let (x, rows, channels) = matrix(quantized)?;
+        let (y, dense_rows, dense_channels) = matrix(dense)?;
+        check_length("channels", channels, dense_channels)?;
+        check_length("rows of dense activations", rows, dense_rows)?;
+        self.add(x.clone())?;
+        let (x, y) = (x.cast(DType::F32), y.cast(DType::F32));
+        let drift = match rows {
+            0 => Tensor::zeros([channels, channels], (&x.device(), DType::F32)),
+            _ => {
+                let chosen = y.clone().abs().max_dim(1).greater_elem(0.0).float();
+                deterministic_matmul(x.clone().transpose(), (y - x) * chosen)
+            }
+        };
+        let wide = widest(&drift.device());
+        let drift = drift.cast(wide);
+        match self.drift.iter_mut().find(|sum| sum.device() == drift.device()) {
+            Some(sum) => sum.inplace(|sum| sum + drift),
+            None => self.drift.push(drift),
+        }
+        Ok(())
+    }
+
     /// Reads the sum back.
     ///
     /// # Errors
@@ -154,7 +207,9 @@ impl GramSum {
     /// [`OpsError::Device`] if a device fails, or if several devices [cannot add up](check_addable)
     /// their sums.
     pub fn fetch(self) -> Result<FetchedGram, OpsError> {
-        let Self { host, devices, rows } = self;
+        let Self { host, devices, rows, drift } = self;
+        let drift = drift.into_iter().map(Tensor::try_into_data).collect::<Result<Vec<_>, _>>();
+        let drift = drift.map_err(OpsError::device)?;
         let (mut amax, mut tokens) = (0.0f32, 0);
         for sum in &devices {
             amax = read(sum.amax.clone())?.into_iter().fold(amax, f32::max);
@@ -162,7 +217,7 @@ impl GramSum {
             tokens += counted.iter::<i64>().map(|count| count as usize).sum::<usize>();
         }
         let layout = GramLayout::of_device(host.channels(), host.block_size());
-        Ok(FetchedGram { host, layout, parts: add_up(devices)?, rows, tokens, amax })
+        Ok(FetchedGram { host, layout, parts: add_up(devices)?, rows, tokens, amax, drift })
     }
 }
 
@@ -177,6 +232,8 @@ pub struct FetchedGram {
     rows: usize,
     tokens: usize,
     amax: f32,
+    /// By device.
+    drift: Vec<TensorData>,
 }
 
 impl FetchedGram {
@@ -184,8 +241,23 @@ impl FetchedGram {
     ///
     /// # Errors
     /// [`OpsError::Search`] if a value was not finite.
-    pub fn gather(self) -> Result<Gram, OpsError> {
-        let Self { host, layout, parts, rows, tokens, amax } = self;
+    pub fn gather(mut self) -> Result<Gram, OpsError> {
+        let drift = std::mem::take(&mut self.drift);
+        let gram = self.gather_squares()?;
+        let parts = drift.iter().map(elements).collect::<Result<Vec<_>, _>>();
+        let parts = parts.map_err(OpsError::device)?.into_iter().map(Sums::wide);
+        let sum = parts.reduce(|mut sum, part| {
+            sum.to_mut().iter_mut().zip(&*part).for_each(|(sum, value)| *sum += value);
+            sum
+        });
+        Ok(match sum {
+            Some(sum) => gram.with_drift(sum.iter().map(|&sum| sum as f32).collect())?,
+            None => gram,
+        })
+    }
+
+    fn gather_squares(self) -> Result<Gram, OpsError> {
+        let Self { host, layout, parts, rows, tokens, amax, drift: _ } = self;
         if parts.is_empty() {
             return Ok(host);
         }
@@ -239,7 +311,7 @@ struct DeviceSum {
 impl DeviceSum {
     /// Begins a sum in parts of `part` tiles.
     fn new(layout: GramLayout, part: usize, device: &Device) -> Self {
-        let wide = if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 };
+        let wide = widest(device);
         let parts = (0..layout.count()).step_by(part).map(|first| {
             let tiles = part.min(layout.count() - first);
             Tensor::zeros([tiles, GramLayout::SIDE, GramLayout::SIDE], (device, wide))
@@ -342,8 +414,19 @@ fn has_collectives(device: &Device) -> bool {
     }
 }
 
+/// The dtype of sums on a device.
+fn widest(device: &Device) -> DType {
+    if device.supports_dtype(DType::F64) { DType::F64 } else { DType::F32 }
+}
+
 /// Tiles that are reduced and read at a time, 128 MiB.
 const PART: usize = 1024;
+
+/// Multiplies matrices in a fixed order of sums.
+pub(crate) fn deterministic_matmul(left: Tensor<2>, right: Tensor<2>) -> Tensor<2> {
+    let (left, right) = (left.into_dispatch(), right.into_dispatch());
+    Tensor::from_dispatch(Dispatch::fp4_deterministic_matmul(left, right))
+}
 
 /// Reshapes activations to a matrix `[rows, channels]`.
 fn matrix<const D: usize>(activations: Tensor<D>) -> Result<(Tensor<2>, usize, usize), OpsError> {
@@ -385,7 +468,8 @@ mod tests {
             assert_eq!(tokens, 5);
             let (parts, amax) = (add_up(vec![sum]).unwrap(), exact.amax());
             let host = GramSum::in_blocks(channels, block_size).unwrap().host;
-            let fetched = FetchedGram { host, layout, parts, rows: 7, tokens, amax };
+            let drift = Vec::new();
+            let fetched = FetchedGram { host, layout, parts, rows: 7, tokens, amax, drift };
             let found = fetched.gather().unwrap();
             // The values are short: their sums are exact.
             assert_eq!(found, exact);

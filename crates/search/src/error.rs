@@ -109,6 +109,12 @@ pub enum SearchError {
         /// The damping.
         found: f64,
     },
+    /// The correction of GPTQ is not usable.
+    #[error("correction is {found}: it must be from 0 to 1")]
+    Correction {
+        /// The correction.
+        found: f64,
+    },
     /// A Gram matrix has no Cholesky factor.
     #[error(
         "the Gram matrix of the activations is singular: give some damping, or more activations"

@@ -6,6 +6,8 @@ use core::hash::{Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::SearchError;
+
 /// Orders the blocks of input channels for rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -32,6 +34,11 @@ pub struct Gptq {
     pub sweeps: usize,
     /// Number of sweeps in which every block chooses its scale and codes again.
     pub refits: usize,
+    /// Share of what earlier layers' errors change in the outputs of a layer that its weight makes
+    /// up for before it is rounded, from 0 to 1. It takes the [drift](crate::Gram::drift) of the
+    /// inputs, which only layers that are quantized one after the other have. All of it is GPTAQ
+    /// (arXiv 2504.02692); the more of it, the more a weight is fitted to the calibration.
+    pub correction: f64,
 }
 
 impl PartialEq for Gptq {
@@ -57,7 +64,7 @@ impl Default for Gptq {
 impl Gptq {
     /// The best options on held-out data.
     pub const DEFAULT: Self =
-        Self { damping: 0.3, order: BlockOrder::Activity, sweeps: 3, refits: 3 };
+        Self { damping: 0.3, order: BlockOrder::Activity, sweeps: 3, refits: 3, correction: 0.5 };
 
     /// Number of channels updated together, so that all channels beyond them are updated by one
     /// large product.
@@ -65,10 +72,22 @@ impl Gptq {
 
     /// GPTQ as published: blocks in the order of the weight, no sweeps.
     pub const ORIGINAL: Self =
-        Self { damping: 0.05, order: BlockOrder::Natural, sweeps: 0, refits: 0 };
+        Self { damping: 0.05, order: BlockOrder::Natural, sweeps: 0, refits: 0, correction: 0.0 };
+
+    /// Checks the damping and the correction.
+    pub(crate) fn check(&self) -> Result<(), SearchError> {
+        if !(self.damping.is_finite() && self.damping >= 0.0) {
+            return Err(SearchError::Damping { found: self.damping });
+        }
+        match (0.0..=1.0).contains(&self.correction) {
+            true => Ok(()),
+            false => Err(SearchError::Correction { found: self.correction }),
+        }
+    }
 
     /// The options by bits, which are equal where they are the same options.
-    fn key(&self) -> (u64, BlockOrder, usize, usize) {
-        (self.damping.to_bits(), self.order, self.sweeps, self.refits)
+    fn key(&self) -> (u64, BlockOrder, usize, usize, u64) {
+        let [damping, correction] = [self.damping, self.correction].map(f64::to_bits);
+        (damping, self.order, self.sweeps, self.refits, correction)
     }
 }

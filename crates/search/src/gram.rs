@@ -42,6 +42,8 @@ pub struct Gram {
     amax: f32,
     /// Tiles of the layout, with both halves of the tiles on the diagonal.
     values: Vec<f64>,
+    /// [`drift`](Self::drift), if it is known.
+    drift: Option<Vec<f32>>,
 }
 
 impl Gram {
@@ -62,7 +64,7 @@ impl Gram {
 
     fn of_nothing(layout: GramLayout) -> Self {
         let values = vec![0.0; layout.count() * layout.tile_len()];
-        Self { layout, rows: 0, tokens: 0, amax: 0.0, values }
+        Self { layout, rows: 0, tokens: 0, amax: 0.0, values, drift: None }
     }
 
     /// Sums the whole matrix of activations `[rows, channels]`.
@@ -167,7 +169,7 @@ impl Gram {
         let layout = GramLayout::compact(channels, block_size);
         let expected = layout.count().saturating_mul(layout.tile_len());
         check_length("Gram matrix", expected, values.len())?;
-        let mut gram = Self { layout, rows, tokens: rows, amax, values };
+        let mut gram = Self { layout, rows, tokens: rows, amax, values, drift: None };
         gram.mirror();
         gram.check_elements()?;
         Ok(gram)
@@ -180,6 +182,28 @@ impl Gram {
     pub fn with_tokens(self, tokens: usize) -> Result<Self, SearchError> {
         check_length("tokens of a Gram matrix", tokens.min(self.rows), tokens)?;
         Ok(Self { tokens, ..self })
+    }
+
+    /// Sets the [drift](Self::drift) of the activations, `[channels, channels]`.
+    ///
+    /// ```
+    /// use burn_fp4_search::Gram;
+    ///
+    /// // An input [1, 2] that is [1.5, 2] if no layer is quantized.
+    /// let gram = Gram::of(&[1.0, 2.0], 2)?.with_drift(vec![0.5, 0.0, 1.0, 0.0])?;
+    /// assert_eq!(gram.drift().unwrap()[2], 2.0 * 0.5);
+    /// # Ok::<(), burn_fp4_search::SearchError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`SearchError::Format`] for a wrong length, or if the matrix is not whole;
+    /// [`SearchError::Activation`] naming the first value that is not finite.
+    pub fn with_drift(self, drift: Vec<f32>) -> Result<Self, SearchError> {
+        let channels = self.channels();
+        check_length("channels of a block", channels, self.block_size())?;
+        check_length("drift", channels * channels, drift.len())?;
+        check_activations(&drift, channels)?;
+        Ok(Self { drift: Some(drift), ..self })
     }
 
     /// Adds activations `[rows, channels]`.
@@ -301,6 +325,13 @@ impl Gram {
         check_length("channels", self.channels(), other.channels())?;
         check_length("channels of a block", self.block_size(), other.block_size())?;
         self.values.par_iter_mut().zip(&other.values).for_each(|(sum, value)| *sum += value);
+        match (&mut self.drift, &other.drift) {
+            (Some(sums), Some(drift)) => {
+                sums.par_iter_mut().zip(drift).for_each(|(sum, value)| *sum += value);
+            }
+            (own, Some(drift)) => *own = Some(drift.clone()),
+            (_, None) => {}
+        }
         self.rows += other.rows;
         self.tokens += other.tokens;
         self.amax = self.amax.max(other.amax);
@@ -381,6 +412,13 @@ impl Gram {
         self.values.par_iter().map(|&value| value as f32).collect()
     }
 
+    /// Returns `X^T (Y - X)` `[channels, channels]`, if it is known: X are the inputs of a layer
+    /// behind quantized layers, Y the same behind dense ones.
+    #[must_use]
+    pub fn drift(&self) -> Option<&[f32]> {
+        self.drift.as_deref()
+    }
+
     /// Iterates over the sums of squares of the channels.
     #[must_use]
     pub fn diagonal(&self) -> impl ExactSizeIterator<Item = f64> {
@@ -437,18 +475,13 @@ impl Gram {
         check_blocks(self.channels(), size)?;
         check_blocks(self.block_size(), size)?;
         let values = self.values.par_chunks_exact_mut(self.layout.tile_len());
-        values.for_each(|tile| {
-            let mut part = vec![0.0; size * size];
-            for row in (0..side).step_by(size) {
-                for col in (0..side).step_by(size) {
-                    let place = |at: usize| (row + at / size) * side + col + at % size;
-                    (0..size * size).for_each(|at| part[at] = tile[place(at)]);
-                    transform_square(&mut part, hadamard);
-                    (0..size * size).for_each(|at| tile[place(at)] = part[at]);
-                }
-            }
-        });
+        values.for_each(|tile| transform_squares(tile, side, hadamard));
         self.mirror();
+        if let Some(drift) = &mut self.drift {
+            let channels = self.layout.channels();
+            let rows = drift.par_chunks_exact_mut(size * channels);
+            rows.for_each(|rows| transform_squares(rows, channels, hadamard));
+        }
         Ok(self)
     }
 
@@ -497,6 +530,20 @@ pub(crate) fn add_to_tiles<T: Real>(
             *sum += product.into();
         }
     });
+}
+
+/// Replaces every square `[size, size]` M of a matrix `[.., cols]` by `T^T M T`.
+fn transform_squares<T: Real>(matrix: &mut [T], cols: usize, hadamard: Hadamard) {
+    let size = hadamard.size();
+    let mut square = vec![0.0; size * size];
+    for row in (0..matrix.len() / cols).step_by(size) {
+        for col in (0..cols).step_by(size) {
+            let place = |at: usize| (row + at / size) * cols + col + at % size;
+            (0..size * size).for_each(|at| square[at] = matrix[place(at)].into());
+            transform_square(&mut square, hadamard);
+            (0..size * size).for_each(|at| matrix[place(at)] = T::of(square[at]));
+        }
+    }
 }
 
 /// Replaces a matrix M `[size, size]` by `T^T M T`.

@@ -12,7 +12,7 @@ use crate::gram::{Gram, check_blocks};
 use crate::importance::BlockHessians;
 use crate::matrix::{Matrix, invert_factor, product};
 use crate::method::Method;
-use crate::scheme::{Fp4Scheme, check_damping};
+use crate::scheme::Fp4Scheme;
 
 impl Gptq {
     /// Factorizes the damped Hessian for all weights that are multiplied by the same activations.
@@ -31,7 +31,7 @@ impl Gptq {
     /// H.
     ///
     /// # Errors
-    /// [`SearchError::Damping`]; [`SearchError::Format`] if the blocks do not divide the channels
+    /// [`SearchError::Damping`]; [`SearchError::Correction`]; [`SearchError::Format`] if the blocks do not divide the channels
     /// or not all of the Gram matrix is known; [`SearchError::Singular`] if a block of H is
     /// singular.
     pub fn damped_hessian(
@@ -39,7 +39,7 @@ impl Gptq {
         gram: &Gram,
         block_size: usize,
     ) -> Result<DampedHessian, SearchError> {
-        check_damping(self.damping)?;
+        self.check()?;
         DampedHessian::new(*self, gram, block_size)
     }
 }

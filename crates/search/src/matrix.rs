@@ -53,14 +53,25 @@ impl<'a, T> Matrix<'a, T> {
 /// A float type of matrices.
 pub(crate) trait Real: Copy + Default + Into<f64> + Send + Sync + 'static {
     const ONE: Self;
+
+    /// Rounds a number to this type.
+    fn of(value: f64) -> Self;
 }
 
 impl Real for f32 {
     const ONE: Self = 1.0;
+
+    fn of(value: f64) -> Self {
+        value as Self
+    }
 }
 
 impl Real for f64 {
     const ONE: Self = 1.0;
+
+    fn of(value: f64) -> Self {
+        value
+    }
 }
 
 /// Adds `factor * left * right` to a matrix whose rows begin `stride` elements apart in `sums`, on

@@ -308,11 +308,12 @@ impl Method {
             Self::FourOverSix { range, error } => {
                 vec![format!("range {}", range.value()), format!("error {}", word(&error))]
             }
-            Self::Gptq(Gptq { damping, order, sweeps, refits }) => vec![
+            Self::Gptq(Gptq { damping, order, sweeps, refits, correction }) => vec![
                 format!("damping {damping}"),
                 format!("order {}", word(&order)),
                 format!("sweeps {sweeps}"),
                 format!("refits {refits}"),
+                format!("correction {correction}"),
             ],
             Self::Amax | Self::Sse(_) | Self::Hessian | Self::CoordinateDescent | Self::Admm(_) => {
                 Vec::new()

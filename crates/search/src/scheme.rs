@@ -366,7 +366,7 @@ impl Fp4Scheme {
             return refuse("method `four-over-six`", "it is defined for TransformerEngine's rules");
         }
         match self.method {
-            Method::Gptq(options) => check_damping(options.damping),
+            Method::Gptq(options) => options.check(),
             Method::Sse(Sse::TensorScale) => self.check_tensor_scale(),
             _ => Ok(()),
         }
@@ -436,17 +436,6 @@ impl fmt::Display for Fp4Scheme {
             None => Ok(()),
         }
     }
-}
-
-/// Checks the damping of GPTQ.
-///
-/// # Errors
-/// [`SearchError::Damping`] if it is negative or not finite.
-pub(crate) fn check_damping(damping: f64) -> Result<(), SearchError> {
-    if damping.is_finite() && damping >= 0.0 {
-        return Ok(());
-    }
-    Err(SearchError::Damping { found: damping })
 }
 
 impl TensorFactor {

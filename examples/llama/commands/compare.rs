@@ -40,6 +40,9 @@ pub(crate) struct Arguments {
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
     #[arg(long, default_value_t = Gptq::DEFAULT.damping)]
     damping: f64,
+    /// Correction of GPTQ where it is sequential: share of earlier layers' errors it makes up for.
+    #[arg(long, default_value_t = Gptq::DEFAULT.correction)]
+    correction: f64,
     #[command(flatten)]
     distillation: Distillation,
     #[command(flatten)]
@@ -153,9 +156,9 @@ impl Comparison<'_> {
         CalibrationWindows { windows: self.arguments.calibration_windows, context: 256, seed }
     }
 
-    /// Returns the configuration of GPTQ, with the damping of the options.
-    fn gptq(&self, format: Fp4Format) -> Fp4Config {
-        let options = Gptq { damping: self.arguments.damping, ..Gptq::DEFAULT };
+    /// Returns the configuration of GPTQ, with the damping of the options and a correction.
+    fn gptq(&self, format: Fp4Format, correction: f64) -> Fp4Config {
+        let options = Gptq { damping: self.arguments.damping, correction, ..Gptq::DEFAULT };
         fp4_config(self.dense, scheme(format, Method::Gptq(options)))
     }
 
@@ -202,7 +205,8 @@ impl Comparison<'_> {
         let Self { arguments, transforms, dense, tokens, device } = *self;
         let hessian = fp4_config(dense, scheme(format, Method::Hessian));
         let hessian = hessian.with_calibration(calibration);
-        let gptq = self.gptq(format);
+        let [gptq, corrected] =
+            [0.0, arguments.correction].map(|correction| self.gptq(format, correction));
         let in_sequence = |config: &Fp4Config| -> Result<Llama<Linear>> {
             let mut model = dense.clone();
             self.windows(seed).quantize_sequential(&mut model, config, tokens, device)?;
@@ -212,12 +216,14 @@ impl Comparison<'_> {
             ("hessian".to_owned(), self.quantized(&hessian)?),
             ("gptq".to_owned(), self.quantized(&gptq.with_calibration(calibration))?),
             ("gptq, sequential".to_owned(), in_sequence(&gptq)?),
+            ("gptq, corrected".to_owned(), in_sequence(&corrected)?),
         ];
         for &hadamard in transforms {
-            let (name, config) = (named("gptq", hadamard), gptq.clone().hadamard(hadamard));
-            let model = self.quantized(&config.with_calibration(calibration))?;
-            variants.push((name.clone(), model));
-            variants.push((format!("{name}, sequential"), in_sequence(&config)?));
+            let [name, corrected_name] =
+                ["gptq", "gptq, corrected"].map(|name| named(name, hadamard));
+            let calibrated = gptq.clone().hadamard(hadamard).with_calibration(calibration);
+            variants.push((name, self.quantized(&calibrated)?));
+            variants.push((corrected_name, in_sequence(&corrected.clone().hadamard(hadamard))?));
         }
         if arguments.distillation.steps > 0 {
             let batches = Batches { seed, ..Batches::default() };
@@ -231,7 +237,7 @@ impl Comparison<'_> {
     /// Measures GPTQ with a format for each weight, within each budget.
     fn budgets(&self, seed: u64, calibration: &Calibration) -> Result<Vec<Named<Fidelity>>> {
         let config =
-            self.gptq(Fp4Format::NvFp4).unused(Unused::Report).with_calibration(calibration);
+            self.gptq(Fp4Format::NvFp4, 0.0).unused(Unused::Report).with_calibration(calibration);
         let batches = Batches { batch: 1, seed, ..Batches::default() };
         let sensitivity = sensitivity(
             self.dense,

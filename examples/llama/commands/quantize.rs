@@ -23,7 +23,7 @@ pub(crate) struct Arguments {
     #[arg(
         long,
         value_name = "FILE.toml",
-        conflicts_with_all = ["format", "method", "damping", "hadamard"],
+        conflicts_with_all = ["format", "method", "damping", "correction", "hadamard"],
     )]
     recipe: Option<PathBuf>,
     #[command(flatten)]

@@ -167,7 +167,7 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
         let (slices, channels) = (input.slices, input.channels());
         let block_size = blocks.filter(|size| channels.is_multiple_of(*size)).unwrap_or(channels);
         let rows = chunk.iter().map(|recording| recording.inputs[at].rows()).sum();
-        GramShape { slices, channels, block_size, rows }
+        GramShape { slices, channels, block_size, rows, drifts: false }
     }
 
     /// Replaces the values of weights from an input on: what reads them before runs first.
@@ -208,10 +208,11 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
         Ok(())
     }
 
-    /// Sums up the parts of an input of layers over batches, some of which run at the same time.
+    /// Sums up the parts of an input of layers over batches, some of which run at the same time,
+    /// and their drift from those of dense passes, if there are any.
     pub(crate) fn sum(
         &self,
-        passes: &mut [Execution<'_>],
+        [passes, dense]: [&mut [Execution<'_>]; 2],
         running: usize,
         at: usize,
         shape: &GramShape,
@@ -229,15 +230,24 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
             pass.advance(of_pass.at);
             of_pass.cut(pass.interpreter.matrix(&of_pass.tensor))
         };
-        for passes in passes.chunks_mut(running) {
-            let parts: Vec<_> = match passes {
+        let all_parts = |passes: &mut [Execution<'_>]| -> Vec<_> {
+            match passes {
                 [pass] => vec![parts(pass)],
                 _ => passes.par_iter_mut().map(parts).collect(),
-            };
+            }
+        };
+        let mut dense = dense.chunks_mut(running);
+        for passes in passes.chunks_mut(running) {
+            let found = all_parts(passes);
+            let mut dense = dense.next().map(all_parts).unwrap_or_default().into_iter();
             // In the order of the batches.
-            for parts in parts {
+            for parts in found {
+                let mut dense = dense.next().unwrap_or_default().into_iter();
                 for (sum, part) in sums.iter_mut().zip(parts) {
-                    sum.add(part).map_err(named)?;
+                    match dense.next() {
+                        Some(dense) => sum.add_with_drift(part, dense).map_err(named)?,
+                        None => sum.add(part).map_err(named)?,
+                    }
                 }
             }
         }

@@ -29,6 +29,8 @@ pub(crate) struct GramShape {
     pub(crate) block_size: usize,
     /// Rows of each slice.
     pub(crate) rows: usize,
+    /// True if their [drift](Gram::drift) is known.
+    pub(crate) drifts: bool,
 }
 
 /// Version of what follows, and of what digests are made of.
@@ -40,8 +42,10 @@ const TILES: &str = "tiles";
 const ROWS: &str = "rows";
 /// how many of these are not all zero,
 const TOKENS: &str = "tokens";
-/// and the largest magnitude.
+/// and the largest magnitude;
 const AMAX: &str = "amax";
+/// and the drift, if it is known, `[slices, channels, channels]`.
+const DRIFT: &str = "drift";
 
 /// Name of what tells whether these are as they were written.
 const CHECKSUM: &str = "checksum";
@@ -61,19 +65,27 @@ impl GramShape {
     }
 
     /// Names, dtypes and shapes of the tensors.
-    fn parts(&self) -> [(&'static str, Dtype, Vec<usize>); 4] {
-        let (slices, layout) = (self.slices, self.layout());
-        [
+    fn parts(&self) -> Vec<(&'static str, Dtype, Vec<usize>)> {
+        let (slices, layout, channels) = (self.slices, self.layout(), self.channels);
+        let drift = self.drifts.then(|| (DRIFT, Dtype::F32, vec![slices, channels, channels]));
+        let squares = [
             (TILES, Dtype::F64, vec![slices, layout.count(), layout.side(), layout.side()]),
             (ROWS, Dtype::U64, vec![slices]),
             (TOKENS, Dtype::U64, vec![slices]),
             (AMAX, Dtype::F64, vec![slices]),
-        ]
+        ];
+        squares.into_iter().chain(drift).collect()
+    }
+
+    /// `f32`s of the drift of one slice.
+    fn drift_len(&self) -> usize {
+        if self.drifts { self.channels.saturating_mul(self.channels) } else { 0 }
     }
 
     /// Their bytes.
     fn bytes(&self) -> usize {
-        self.tiles_len().saturating_add(3).saturating_mul(8).saturating_mul(self.slices)
+        let squares = self.tiles_len().saturating_add(3).saturating_mul(8);
+        squares.saturating_add(self.drift_len().saturating_mul(4)).saturating_mul(self.slices)
     }
 }
 
@@ -166,8 +178,11 @@ impl Cache {
         });
         let parts = parts.collect::<Result<Vec<_>, _>>()?;
         check((CHECKSUM, checksum(parts.iter().copied())))?;
-        let [tiles, rows, tokens, amaxes] = parts[..] else { unreachable!("four of them") };
+        let [tiles, rows, tokens, amaxes, ref drift @ ..] = parts[..] else {
+            unreachable!("at least four of them")
+        };
         let mut tiles = words(tiles).map(f64::from_le_bytes);
+        let mut drift = drift.iter().copied().flat_map(words).map(f32::from_le_bytes);
         let count = |word| u64::from_le_bytes(word) as usize;
         let counts = words(rows).map(count).zip(words(tokens).map(count));
         let amaxes = words(amaxes).map(f64::from_le_bytes);
@@ -185,6 +200,10 @@ impl Cache {
             let GramShape { channels, block_size, .. } = *contents;
             let gram = Gram::from_own_tiles(values, channels, block_size, rows, amax)
                 .and_then(|gram| gram.with_tokens(tokens));
+            let gram = gram.and_then(|gram| match contents.drifts {
+                true => gram.with_drift(drift.by_ref().take(contents.drift_len()).collect()),
+                false => Ok(gram),
+            });
             grams.push(gram.map_err(|error| error.to_string())?);
         }
         Ok(grams)
@@ -203,8 +222,12 @@ impl Cache {
         };
         let tiles = grams.iter().flat_map(Gram::values).flat_map(|value| value.to_le_bytes());
         let amaxes = grams.iter().flat_map(|gram| f64::from(gram.amax()).to_le_bytes());
-        let parts: [Vec<u8>; 4] =
-            [tiles.collect(), counts(Gram::rows), counts(Gram::tokens), amaxes.collect()];
+        let mut parts: Vec<Vec<u8>> =
+            vec![tiles.collect(), counts(Gram::rows), counts(Gram::tokens), amaxes.collect()];
+        if contents.drifts {
+            let drift = grams.iter().filter_map(Gram::drift).flatten();
+            parts.push(drift.flat_map(|value| value.to_le_bytes()).collect());
+        }
         let checksum = checksum(parts.iter().map(Vec::as_slice));
         let metadata = self.origin(number).into_iter().chain([(CHECKSUM, checksum)]);
         let metadata: HashMap<String, String> =
@@ -258,9 +281,9 @@ impl VisitParameters for DigestParameters {
     }
 }
 
-/// Words of eight bytes.
-fn words(bytes: &[u8]) -> impl Iterator<Item = [u8; 8]> {
-    bytes.chunks_exact(8).map(|word| word.try_into().expect("eight bytes"))
+/// Words of N bytes.
+fn words<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; N]> {
+    bytes.chunks_exact(N).map(|word| word.try_into().expect("N bytes"))
 }
 
 /// Returns the checksum of the tensors of a file, one after the other.
@@ -278,14 +301,16 @@ fn failed(path: &Path, error: impl std::fmt::Display) -> Fp4Error {
 mod tests {
     use super::*;
 
-    /// Statistics of two slices, and the cache that they are stored in.
+    /// Statistics of two slices, with their drift, and the cache that they are stored in.
     fn stored(name: &str) -> (Cache, GramShape, Vec<Gram>, PathBuf) {
         let directory =
             std::env::temp_dir().join(format!("burn-fp4-{name}-{}", std::process::id()));
         let cache = Cache::open(&directory, &Cache::digest()).unwrap();
         let x = [[1.0, 2.0, 3.0, 0.0, 0.0, 0.0], [-1.0, 0.5, 0.0, 2.0, 2.0, 8.0]];
-        let grams: Vec<_> = x.iter().map(|x| Gram::of(x, 3).unwrap()).collect();
-        let contents = GramShape { slices: 2, channels: 3, block_size: 3, rows: 2 };
+        let drift = |at: usize| (0..9).map(|value| (value * 2 + at) as f32 - 7.5).collect();
+        let gram = |at: usize| Gram::of(&x[at], 3).unwrap().with_drift(drift(at)).unwrap();
+        let grams = vec![gram(0), gram(1)];
+        let contents = GramShape { slices: 2, channels: 3, block_size: 3, rows: 2, drifts: true };
         cache.store(7, &contents, &grams).unwrap();
         (cache, contents, grams, directory)
     }
@@ -325,7 +350,8 @@ mod tests {
             (GramShape { rows: 3, ..contents }, "`rows`: expected 3, found 2"),
             (GramShape { channels: 4, block_size: 4, ..contents }, "`tiles`: expected F64"),
             (GramShape { slices: 1, ..contents }, "`tiles`: expected F64"),
-            (GramShape { block_size: 1, ..contents }, "`tiles`: expected F64"),
+            (GramShape { block_size: 1, drifts: false, ..contents }, "`tiles`: expected F64"),
+            (GramShape { drifts: false, ..contents }, "checksum: expected"),
         ] {
             let found = problem(&cache, 7, contents);
             assert!(found.contains(said), "{found}");

@@ -11,7 +11,7 @@ use crate::walk::select::planned_axes;
 
 use super::batches::RecordedBatches;
 use super::options::CalibrationOptions;
-use super::pipeline::{Pace, Way, run};
+use super::pipeline::{DensePasses, Pace, Way, run};
 
 impl Calibration {
     /// Calibrates a module with forward passes, once it is [run](Calibrate::run).
@@ -102,7 +102,8 @@ pub(crate) fn gather<M: Module>(
     let mut calibration = Calibration::new();
     calibration.set_unreached(batches.unreached());
     calibration.set_devices(batches.devices());
-    let way = Way { in_flight, pace: Pace::Ahead, name: "dense", first: &[] };
+    let dense = DensePasses::None;
+    let way = Way { in_flight, pace: Pace::Ahead, name: "dense", first: &[], dense };
     let outputs = run(batches, options, &way, |input, grams| {
         for (part, gram) in grams.into_iter().enumerate() {
             calibration.merge(input.uses(part), gram)?;

@@ -23,7 +23,7 @@ use crate::walk::select::{ModulePlan, ParameterPlan, select_among};
 use super::batches::RecordedBatches;
 use super::calibrate::gather;
 use super::options::CalibrationOptions;
-use super::pipeline::{Pace, Way, run};
+use super::pipeline::{DensePasses, Pace, Way, run};
 use super::sequential::layer_by_layer;
 
 /// The activations that a part reads or gives, for each batch.
@@ -36,8 +36,13 @@ pub enum Calibrated {
     /// [`quantize_fp4`](crate::Fp4Module::quantize_fp4) with a calibration of the dense module.
     Dense,
     /// Inputs as the quantized layers before leave them, as by
-    /// [`quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential).
+    /// [`quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential) without a
+    /// [correction](burn_fp4_ops::Gptq::correction).
     Sequential,
+    /// As [`Sequential`](Self::Sequential), with the correction. Behind the activations of all
+    /// batches there have to be the same ones as dense layers leave them, in the same order: a part
+    /// leaves both. What the first part reads is twice the same.
+    Corrected,
 }
 
 /// Decisions about a module of which only a part is in memory at a time.
@@ -170,9 +175,28 @@ impl Fp4Parts {
         attach(part, &selection, jobs)
     }
 
+    /// Returns how parts are calibrated one after the other: [corrected](Calibrated::Corrected) if
+    /// the method of a weight asks for it.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Calibrated, Fp4Config, Fp4Parts, Method};
+    ///
+    /// let module = LinearConfig::new(64, 32).init(&Device::flex());
+    /// let with = |method| Fp4Parts::new(&module, &Fp4Config::nvfp4().method(method));
+    /// assert_eq!(with(Method::GPTQ)?.sequential(), Calibrated::Corrected);
+    /// assert_eq!(with(Method::Hessian)?.sequential(), Calibrated::Sequential);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    #[must_use]
+    pub fn sequential(&self) -> Calibrated {
+        if self.plan.corrects() { Calibrated::Corrected } else { Calibrated::Sequential }
+    }
+
     /// Quantizes the weights of a part with statistics of their inputs over batches, and returns
-    /// the activations that the part leaves: those of its [dense](Calibrated::Dense) weights, or of
-    /// its [quantized](Calibrated::Sequential) ones.
+    /// the activations that the part leaves: those of its [dense](Calibrated::Dense) weights, of
+    /// its [quantized](Calibrated::Sequential) ones, or [both](Calibrated::Corrected).
     ///
     /// `forward` runs the part on the activations of a batch, as for
     /// [`Calibrate::run`](crate::Calibrate::run). To save work for the last part it may return
@@ -194,7 +218,20 @@ impl Fp4Parts {
         let mut shapes = Vec::new();
         let mut forward = kept(forward, &mut shapes);
         let (report, outputs) = match on {
-            Calibrated::Sequential => {
+            Calibrated::Sequential | Calibrated::Corrected => {
+                let dense = match on {
+                    Calibrated::Corrected => DensePasses::OfSecondHalf,
+                    _ => DensePasses::None,
+                };
+                if on == Calibrated::Corrected && !batches.len().is_multiple_of(2) {
+                    let problem = format!(
+                        "{} batches: a correction takes those of quantized layers, and behind \
+                         these as many of dense layers",
+                        batches.len()
+                    );
+                    return Err(Fp4Error::Recording { problem });
+                }
+                let options = (options, dense);
                 layer_by_layer(part, &selection, &self.config, options, batches, &mut forward)?
             }
             Calibrated::Dense => {
@@ -250,7 +287,8 @@ impl Fp4Parts {
         let recorded = RecordedBatches::new(part, batches, &devices, none, &mut forward)?;
         drop(forward);
         let in_flight = recorded.in_flight(options.memory);
-        let way = Way { in_flight, pace: Pace::Ahead, name: "run", first: &[] };
+        let dense = DensePasses::None;
+        let way = Way { in_flight, pace: Pace::Ahead, name: "run", first: &[], dense };
         let outputs = run(&recorded, options, &way, |_, _| Ok(Vec::new()))?;
         Ok(shaped(outputs, shapes))
     }
@@ -355,6 +393,7 @@ fn shaped<const D: usize>(
 mod tests {
     use burn::nn::{Linear, LinearConfig};
     use burn::tensor::{Device, Distribution};
+    use burn_fp4_ops::Gptq;
     use burn_fp4_ops::search::Method;
 
     use super::*;
@@ -398,6 +437,9 @@ mod tests {
     ) -> (Fp4Report, Vec<Block>) {
         let decided = Fp4Parts::new(&blocks.to_vec(), config).unwrap();
         let mut activations: Vec<_> = batches.iter().map(|batch| vec![batch.clone()]).collect();
+        if on == Calibrated::Corrected {
+            activations = [activations.clone(), activations].concat();
+        }
         let (mut reports, mut packed) = (Vec::new(), Vec::new());
         for (at, block) in blocks.iter().enumerate() {
             let mut part: Vec<Option<Block>> = vec![None; blocks.len()];
@@ -412,15 +454,18 @@ mod tests {
                 .unwrap();
             reports.extend(report.parameters);
             // The same activations without quantizing.
+            let mut dense = vec![None; blocks.len()];
+            dense[at] = Some(block.clone());
+            let quantized = part.clone().materialize();
+            let run = |part, batches| decided.run(part, options(), batches, forward).unwrap();
             let again = match on {
-                Calibrated::Dense => {
-                    let mut dense = vec![None; blocks.len()];
-                    dense[at] = Some(block.clone());
-                    dense
+                Calibrated::Dense => run(&dense, before),
+                Calibrated::Sequential => run(&quantized, before),
+                Calibrated::Corrected => {
+                    let (first, second) = before.split_at(before.len() / 2);
+                    [run(&quantized, first.to_vec()), run(&dense, second.to_vec())].concat()
                 }
-                Calibrated::Sequential => part.clone().materialize(),
             };
-            let again = decided.run(&again, options(), before, forward).unwrap();
             let data = |all: &[Vec<Tensor<2>>]| -> Vec<_> {
                 all.iter().flatten().map(|one| one.to_data()).collect()
             };
@@ -437,11 +482,15 @@ mod tests {
         let blocks = blocks(&device);
         let random = |rows| Tensor::random([rows, 32], Distribution::Normal(0.0, 1.0), &device);
         let batches: Vec<Tensor<2>> = [40, 40, 24, 40].map(random).to_vec();
-        let config = Fp4Config::nvfp4().method(Method::GPTQ).exclude("1.up.weight");
+        let gptq = |correction| {
+            let method = Method::Gptq(Gptq { correction, ..Gptq::DEFAULT });
+            Fp4Config::nvfp4().method(method).exclude("1.up.weight")
+        };
         let forward = |blocks: &Vec<Block>, x| whole_forward(blocks, x);
         // One batch in flight, some, and all of them.
         for memory in [1, 60_000, usize::MAX] {
-            for on in [Calibrated::Dense, Calibrated::Sequential] {
+            for on in [Calibrated::Dense, Calibrated::Sequential, Calibrated::Corrected] {
+                let config = gptq(if on == Calibrated::Corrected { 0.5 } else { 0.0 });
                 let options = CalibrationOptions::default().memory(memory);
                 let mut whole = blocks.clone();
                 let expected = match on {
@@ -451,7 +500,7 @@ mod tests {
                         let found = calibrate.run(batches.clone(), forward).unwrap();
                         whole.quantize_fp4(&config.with_calibration(&found)).unwrap()
                     }
-                    Calibrated::Sequential => whole
+                    Calibrated::Sequential | Calibrated::Corrected => whole
                         .quantize_fp4_sequential(&config, options, batches.clone(), forward)
                         .unwrap(),
                 };

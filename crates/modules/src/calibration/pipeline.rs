@@ -11,10 +11,14 @@
 //!     finish    the passes, if outputs of them are kept
 //! ```
 //!
+//! With [dense passes](DensePasses) each batch runs a second time beside it, by weights that are not
+//! replaced: how far the inputs of the two are apart is gathered, too.
+//!
 //! [In turn](Pace::InTurn) an input is finished before the next is gathered. [Ahead](Pace::Ahead)
 //! it is finished once the next is gathered, so that devices work while the host does: a pipeline
 //! of depth one.
 
+use std::iter;
 use std::panic::resume_unwind;
 use std::thread::{self, Scope, ScopedJoinHandle};
 
@@ -41,6 +45,16 @@ pub(crate) enum Pace {
     Ahead,
 }
 
+/// Passes by dense weights that run along, for the drift of inputs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum DensePasses {
+    None,
+    /// Of every batch.
+    OfAll,
+    /// Of batches that dense layers have left: the second half of all batches.
+    OfSecondHalf,
+}
+
 /// A way to run batches.
 pub(crate) struct Way<'a> {
     /// Batches that are started at a time.
@@ -50,6 +64,7 @@ pub(crate) struct Way<'a> {
     pub(crate) name: &'a str,
     /// Weights to begin with, in the place of the module's.
     pub(crate) first: &'a [Replacement],
+    pub(crate) dense: DensePasses,
 }
 
 /// Runs the batches. `seen` takes the statistics of each input of layers, one Gram matrix for every
@@ -68,14 +83,24 @@ pub(crate) fn run<M: Module>(
     if batches.inputs().is_empty() && batches.recordings()[0].outputs.is_empty() {
         return Ok(Vec::new());
     }
-    let in_flight = way.in_flight.min(batches.recordings().len());
+    let all = batches.recordings();
+    let (recordings, dense) = match way.dense {
+        DensePasses::None => (all, &[][..]),
+        DensePasses::OfAll => (all, all),
+        DensePasses::OfSecondHalf => all.split_at(all.len() / 2),
+    };
+    let in_flight = way.in_flight.min(recordings.len());
     let blocks = options.blocks();
     let cache = match &options.cache {
-        Some(directory) => Some(batches.open(directory, &(way.name, in_flight, blocks))?),
+        Some(directory) => {
+            Some(batches.open(directory, &(way.name, in_flight, blocks, way.dense))?)
+        }
         None => None,
     };
-    let chunks = batches.recordings().chunks(in_flight).collect();
-    let running = batches.running(options.memory, in_flight);
+    let dense = dense.chunks(in_flight).chain(iter::repeat(&[][..]));
+    let chunks: Vec<_> = recordings.chunks(in_flight).zip(dense).collect();
+    let together = chunks.first().map_or(0, |(passes, dense)| passes.len() + dense.len());
+    let running = batches.running(options.memory, together);
     let progress = options.progress;
     let pipeline = Pipeline { batches, chunks, running, blocks, cache, progress, seen };
     caught(|| pipeline.run(way.pace, way.first))
@@ -84,8 +109,8 @@ pub(crate) fn run<M: Module>(
 /// A run of batches.
 struct Pipeline<'a, M, S> {
     batches: &'a RecordedBatches<'a, M>,
-    /// Batches that are in flight at a time.
-    chunks: Vec<&'a [Recording]>,
+    /// Batches that are in flight at a time, with the ones that dense passes run.
+    chunks: Vec<(&'a [Recording], &'a [Recording])>,
     /// Batches of these that run at the same time.
     running: usize,
     /// The size of the blocks of which Gram matrices consist, unless they are whole.
@@ -116,10 +141,12 @@ where
         thread::scope(|scope| {
             let mut waiting = None;
             for chunk in 0..self.chunks.len() {
-                let mut passes = batches.start(self.chunks[chunk], &mut constants)?;
+                let (recordings, dense) = self.chunks[chunk];
+                let mut passes = batches.start(recordings, &mut constants)?;
+                let mut dense = batches.start(dense, &mut constants)?;
                 batches.exchange(&mut passes, first)?;
                 for input in 0..batches.inputs().len() {
-                    let gathering = self.gather(scope, &mut passes, chunk, input)?;
+                    let gathering = self.gather(scope, [&mut passes, &mut dense], chunk, input)?;
                     let ready = match pace {
                         Pace::Ahead => waiting.replace(gathering),
                         Pace::InTurn => Some(gathering),
@@ -131,7 +158,7 @@ where
                         batches.replace(&mut passes, input, &replaced)?;
                     }
                 }
-                outputs.extend(passes.into_iter().map(Execution::finish));
+                outputs.extend(passes.into_iter().chain(dense).map(Execution::finish));
             }
             match waiting {
                 Some(last) => self.finish(last).map(drop),
@@ -145,12 +172,14 @@ where
     fn gather<'scope>(
         &self,
         scope: &'scope Scope<'scope, '_>,
-        passes: &mut [Execution<'_>],
+        passes: [&mut [Execution<'_>]; 2],
         chunk: usize,
         input: usize,
     ) -> Result<Gathering<'scope>, Fp4Error> {
         let number = chunk * self.batches.inputs().len() + input;
-        let shape = self.batches.gram_shape(self.chunks[chunk], input, self.blocks);
+        let (recordings, dense) = self.chunks[chunk];
+        let shape = self.batches.gram_shape(recordings, input, self.blocks);
+        let shape = GramShape { drifts: !dense.is_empty(), ..shape };
         let known = match &self.cache {
             Some(cache) => cache.load(number, &shape)?,
             None => None,
@@ -196,7 +225,8 @@ mod tests {
     use super::*;
 
     fn way(pace: Pace, name: &str) -> Way<'_> {
-        Way { in_flight: usize::MAX, pace, name, first: &[] }
+        let dense = DensePasses::None;
+        Way { in_flight: usize::MAX, pace, name, first: &[], dense }
     }
 
     /// A layer that is used twice, with its weight in another form, and one after it.

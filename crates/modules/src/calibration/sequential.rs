@@ -21,7 +21,7 @@ use crate::walk::select::{ModulePlan, select};
 use super::batches::{RecordedBatches, Replacement};
 use super::layer_inputs::{LayerInput, WeightUse};
 use super::options::CalibrationOptions;
-use super::pipeline::{Pace, Way, run};
+use super::pipeline::{DensePasses, Pace, Way, run};
 
 /// See [`Fp4Module::quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential).
 pub(crate) fn sequential<M: Module, I: Module, O>(
@@ -39,7 +39,11 @@ pub(crate) fn sequential<M: Module, I: Module, O>(
         return attach(module, &selection, jobs);
     }
     let mut forward = |module: &M, batch| (forward(module, batch), Vec::new());
-    Ok(layer_by_layer(module, &selection, config, options, batches, &mut forward)?.0)
+    let dense = match selection.corrects() {
+        true => DensePasses::OfAll,
+        false => DensePasses::None,
+    };
+    Ok(layer_by_layer(module, &selection, config, (options, dense), batches, &mut forward)?.0)
 }
 
 /// Quantizes selected weights layer by layer. Returns the outputs of each batch that are kept, too,
@@ -51,7 +55,7 @@ pub(crate) fn layer_by_layer<M: Module, I: Module, O>(
     module: &mut M,
     selection: &ModulePlan,
     config: &Fp4Config,
-    options: CalibrationOptions<'_>,
+    (options, dense): (CalibrationOptions<'_>, DensePasses),
     batches: impl IntoIterator<Item = I>,
     forward: &mut impl FnMut(&M, I) -> (O, Vec<TensorId>),
 ) -> Result<(Fp4Report, Vec<Vec<Tensor<2>>>), Fp4Error> {
@@ -68,7 +72,8 @@ pub(crate) fn layer_by_layer<M: Module, I: Module, O>(
     let first = layers.quantize_without_inputs()?;
     // What layers are multiplied by depends on what was made of those before them.
     let name = serde_json::to_string(config).expect("plain data");
-    let way = Way { in_flight: usize::MAX, pace: Pace::InTurn, name: &name, first: &first };
+    let pace = Pace::InTurn;
+    let way = Way { in_flight: usize::MAX, pace, name: &name, first: &first, dense };
     let devices = batches.devices();
     let seen = |input: &LayerInput, grams| layers.take(input, grams, &devices);
     let outputs = run(&batches, options, &way, seen)?;

@@ -73,6 +73,15 @@ impl ModulePlan {
         self.plans().any(|(_, _, plan)| plan.scheme.method.needs_inputs())
     }
 
+    /// Returns true if a weight is [corrected](burn_fp4_ops::Gptq::correction) for what earlier
+    /// layers change in its inputs.
+    pub(crate) fn corrects(&self) -> bool {
+        let corrects = |plan: &WeightPlan| {
+            plan.scheme.method.gptq().is_some_and(|options| options.correction > 0.0)
+        };
+        self.plans().any(|(_, _, plan)| corrects(plan))
+    }
+
     /// Returns the paths of the weights whose codes depend on their inputs, with the axis that is
     /// contracted.
     pub(crate) fn axes_of_inputs(&self) -> BTreeSet<(String, usize)> {

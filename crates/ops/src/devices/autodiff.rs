@@ -209,6 +209,13 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         outer(B::fp4_quantize_gptq(values, amax, axis, scheme, hessian_factor))
     }
 
+    fn fp4_solve(
+        columns: FloatTensor<Self>,
+        hessian_factor: Arc<HessianFactor>,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_solve(columns.into_primitive(), hessian_factor))
+    }
+
     fn fp4_dequantize(
         packed: Fp4Primitive<Self>,
         layout: Fp4Layout,

@@ -23,7 +23,7 @@ use burn_ir::{OperationIr, TensorId, TensorIr};
 use burn_router::TensorInterpreter;
 
 use super::portable::bias::add_bias;
-use super::portable::{dequantize, gram, hadamard, on_host, quantize};
+use super::portable::{dequantize, gram, hadamard, on_host, quantize, solve};
 use crate::error::OpsError;
 use crate::hessian_factor::HessianFactor;
 use crate::layout::{Fp4Layout, Fp4Primitive};
@@ -96,6 +96,16 @@ pub trait Fp4Backend: Backend {
         hessian_factor: Arc<HessianFactor>,
     ) -> Fp4Primitive<Self> {
         on_host::quantize_gptq::<Self>(values, amax, axis, scheme, hessian_factor)
+    }
+
+    /// Solves `H X = B` for the damped H of a Hessian factor from the host or from this device, and
+    /// B `[channels, columns]` in f32. Channels are in the order of the factor.
+    #[fusion(dtype = columns, shape = columns)]
+    fn fp4_solve(
+        columns: FloatTensor<Self>,
+        hessian_factor: Arc<HessianFactor>,
+    ) -> FloatTensor<Self> {
+        solve::<Self>(columns, hessian_factor)
     }
 
     /// Dequantizes: computed in f32 and rounded once to the dtype.

@@ -258,6 +258,18 @@ impl Fp4Backend for CubeBackend {
         })
     }
 
+    fn fp4_solve(
+        columns: FloatTensor<Self>,
+        hessian_factor: Arc<HessianFactor>,
+    ) -> FloatTensor<Self> {
+        let Some(on_device) = hessian_factor.on_cube() else {
+            return portable::solve::<Self>(columns, hessian_factor);
+        };
+        let shape = Shape::new([hessian_factor.channels(); 2]);
+        let factor = output_tensor(&columns, on_device.factor().clone(), shape, DType::F32);
+        portable::solve_by::<Self>(factor, columns)
+    }
+
     fn fp4_dequantize(
         packed: Fp4Primitive<Self>,
         layout: Fp4Layout,

@@ -43,6 +43,10 @@ pub(crate) struct Arguments {
     /// Correction of GPTQ where it is sequential: share of earlier layers' errors it makes up for.
     #[arg(long, default_value_t = Gptq::DEFAULT.correction)]
     correction: f64,
+    /// Sizes of Hadamard transforms to compare, as 16,64; defaults to all that divide the inputs of
+    /// the layers.
+    #[arg(long, value_name = "N", value_delimiter = ',')]
+    hadamard: Option<Vec<usize>>,
     #[command(flatten)]
     distillation: Distillation,
     #[command(flatten)]
@@ -88,8 +92,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let attention = config.num_attention_heads * config.head_dim();
     let inputs = [config.hidden_size, config.intermediate_size, attention];
     let divides = |size: &usize| inputs.iter().all(|inputs| inputs.is_multiple_of(*size));
-    let sizes = Hadamard::SIZES.into_iter().filter(divides);
-    let transforms: Vec<Hadamard> = sizes.map(Hadamard::of_size).collect::<Result<_, _>>()?;
+    let dividing = || Hadamard::SIZES.into_iter().filter(divides).collect();
+    let sizes: Vec<usize> = arguments.hadamard.clone().unwrap_or_else(dividing);
+    let transforms = sizes.into_iter().map(Hadamard::of_size);
+    let transforms: Vec<Hadamard> = transforms.collect::<Result<_, _>>()?;
     let (dense, tokens, transforms) = (&dense, &tokens, &transforms[..]);
     let comparison = Comparison { arguments, transforms, dense, tokens, device: &device };
     // A list of variants for each seed.

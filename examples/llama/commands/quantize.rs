@@ -12,7 +12,8 @@ use super::{DeviceOptions, TextOptions, print, saved_lines};
 
 /// Quantize a model of any size; calibrate it on a text if the method needs it. In memory are one
 /// decoder layer at a time (or the embedding, or the lm_head), the statistics of its inputs, and
-/// the activations of all windows: about 16 bytes for each token and channel.
+/// the activations of all windows: about 16 bytes for each token and channel, or 32 with
+/// --sequential and a correction.
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
     /// Hugging Face folder, dense or FP8.

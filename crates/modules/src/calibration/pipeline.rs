@@ -11,8 +11,8 @@
 //!     finish    the passes, if outputs of them are kept
 //! ```
 //!
-//! With [dense passes](DensePasses) each batch runs a second time beside it, by weights that are not
-//! replaced: how far the inputs of the two are apart is gathered, too.
+//! With [dense passes](DensePasses) each batch also runs through weights that are not replaced, and
+//! the drift of the inputs of the first pass from those of the second is gathered, too.
 //!
 //! [In turn](Pace::InTurn) an input is finished before the next is gathered. [Ahead](Pace::Ahead)
 //! it is finished once the next is gathered, so that devices work while the host does: a pipeline
@@ -45,7 +45,7 @@ pub(crate) enum Pace {
     Ahead,
 }
 
-/// Passes by dense weights that run along, for the drift of inputs.
+/// Passes through dense weights, for the drift of inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum DensePasses {
     None,

@@ -84,16 +84,19 @@ fn run(arguments: &Arguments) -> Result<()> {
     let scheme = if arguments.mxfp4 { Fp4Scheme::mxfp4() } else { Fp4Scheme::nvfp4() };
     let method = |search| Fp4Config::new(scheme.with_method(search));
     // 32 768 inputs for at most 256 channels: little damping is needed.
-    let gptq =
-        || Fp4Config::new(scheme).method(Method::Gptq(Gptq { damping: 0.05, ..Gptq::DEFAULT }));
+    let gptq = |correction| {
+        let options = Gptq { damping: 0.05, correction, ..Gptq::DEFAULT };
+        Fp4Config::new(scheme).method(Method::Gptq(options))
+    };
     let mut rows = vec![row("dense", &dense, &dense, &text, &device, 0.0, 0.0)];
     for (variant, config, calibration) in [
         ("rule of the format", method(Method::Amax), Calibrated::Not),
         ("sse", method(Method::SSE), Calibrated::Not),
         ("hessian", method(Method::Hessian), Calibrated::Once),
         ("coordinate descent", method(Method::CoordinateDescent), Calibrated::Once),
-        ("gptq", gptq(), Calibrated::Once),
-        ("gptq, sequential", gptq(), Calibrated::Sequentially),
+        ("gptq", gptq(0.0), Calibrated::Once),
+        ("gptq, sequential", gptq(0.0), Calibrated::Sequentially),
+        ("gptq, corrected", gptq(0.5), Calibrated::Sequentially),
     ] {
         bar.set_message(variant);
         let mut random = Random::new(3);

@@ -265,11 +265,12 @@ fn gptq_calibrates_once_or_layer_by_layer() {
             method,
             sequential: false,
             damping,
+            correction: None,
             hadamard: None,
             calibration,
         };
         let error = options.config(&model).expect_err("no damping without GPTQ").to_string();
-        assert!(error.contains("--damping is for --method gptq"), "{error}");
+        assert!(error.contains("--damping and --correction are for --method gptq"), "{error}");
     }
     for sequential in [false, true] {
         let (format, damping, method) = (Fp4Format::NvFp4, Some(0.1), Method::GPTQ);
@@ -278,6 +279,7 @@ fn gptq_calibrates_once_or_layer_by_layer() {
             method: Some(method),
             sequential,
             damping,
+            correction: None,
             hadamard: None,
             calibration,
         };
@@ -330,7 +332,8 @@ fn a_method_of_a_recipe_table_is_calibrated_for() {
 fn options(method: Method, sequential: bool) -> QuantizeOptions {
     let calibration = CalibrationWindows { windows: 12, context: 48, seed: 1 };
     let (format, method) = (Fp4Format::NvFp4, Some(method));
-    QuantizeOptions { format, method, sequential, damping: None, hadamard: None, calibration }
+    let (damping, correction, hadamard) = (None, None, None);
+    QuantizeOptions { format, method, sequential, damping, correction, hadamard, calibration }
 }
 
 /// A quantization of a folder, on the host.
@@ -445,24 +448,27 @@ impl Copy {
 }
 
 /// The second layer cannot be quantized at first. The run that goes on does not read the weights of
-/// the first again, but for its activations.
+/// the first again, but for its activations: the dense ones only for a correction.
 #[test]
 fn a_run_that_was_interrupted_is_gone_on_with() {
     let tokens = few_tokens();
-    for (name, sequential) in [("genesis", false), ("genesis", true), ("llama3", true)] {
-        let copy = Copy::of(name, &format!("resumed-{name}-{sequential}"));
-        let options = options(Method::GPTQ, sequential);
+    for (name, correction) in
+        [("genesis", None), ("genesis", Some(0.0)), ("llama3", Some(0.0)), ("llama3", Some(0.5))]
+    {
+        let way = correction.map_or("dense".to_owned(), |share| format!("sequential-{share}"));
+        let copy = Copy::of(name, &format!("resumed-{name}-{way}"));
+        let options = QuantizeOptions { correction, ..options(Method::GPTQ, correction.is_some()) };
         let run = |to: &str, resume| {
             let folder = Folder::open(&copy.path).expect("a folder");
             let config = options.config(&load::<Linear>(&folder)).expect("a configuration");
-            let path = copy.path.with_file_name(format!("{to}-{name}-{sequential}"));
+            let path = copy.path.with_file_name(format!("{to}-{name}-{way}"));
             let done = quantize(&folder, &config, &options, &tokens, resume).run(&path);
             (done.map(|done| done.report), path)
         };
         for left in ["left-alone", "gone-on"] {
             for path in [
-                out(&format!("{left}-{name}-{sequential}")),
-                out(&format!(".{left}-{name}-{sequential}.partial")),
+                out(&format!("{left}-{name}-{way}")),
+                out(&format!(".{left}-{name}-{way}.partial")),
             ] {
                 assert!(!path.exists());
             }
@@ -479,7 +485,7 @@ fn a_run_that_was_interrupted_is_gone_on_with() {
         let error = error.expect_err("weights would be lost").to_string();
         assert!(error.contains("or pass --resume to go on"), "{error}");
         let read = ["model.layers.0.mlp.up_proj.weight"];
-        copy.spoil(if sequential { &read } else { &[] });
+        copy.spoil(if correction == Some(0.0) { &read } else { &[] });
         let (report, path) = run("gone-on", true);
         assert_eq!(report.expect("the rest"), expected.expect("all"));
         assert_same_files(&path, &whole);

@@ -41,8 +41,9 @@ fn peaks(layers: usize, sequential: bool) -> [usize; 2] {
     let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), &text, 0.1).unwrap();
     let calibration = CalibrationWindows { windows: 4, context: 64, seed: 1 };
     let (format, method) = (Fp4Format::NvFp4, Some(Method::GPTQ));
+    let (damping, correction, hadamard) = (None, None, None);
     let options =
-        QuantizeOptions { format, method, sequential, damping: None, hadamard: None, calibration };
+        QuantizeOptions { format, method, sequential, damping, correction, hadamard, calibration };
     let config =
         Llama::<Linear>::new(&folder.config, &device).and_then(|model| options.config(&model));
     let before = ALLOCATOR.current_usage();

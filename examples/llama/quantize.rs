@@ -29,7 +29,8 @@ pub struct QuantizeOptions {
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
     #[arg(long)]
     pub damping: Option<f64>,
-    /// Share of the errors of earlier layers that GPTQ makes up for with --sequential, from 0 to 1.
+    /// Share of the errors of earlier layers that GPTQ makes up for with --sequential, from 0 to 1;
+    /// defaults to 0.5, and to 0 for gptq-original.
     #[arg(long, value_name = "SHARE", requires = "sequential")]
     pub correction: Option<f64>,
     /// Apply a Hadamard transform to groups of 16, 32, 64 or 128 inputs before weights are
@@ -79,8 +80,8 @@ pub fn fp4_config<L: Projection>(model: &Llama<L>, scheme: Fp4Scheme) -> Fp4Conf
 impl QuantizeOptions {
     /// Returns the configuration for a model.
     ///
-    /// # Errors
-    /// A damping or a correction for a method other than GPTQ, and an unknown size of a Hadamard transform.
+    /// # Errors A damping or a correction for a method other than GPTQ, and an unknown size of a
+    /// Hadamard transform.
     pub fn config<L: Projection>(&self, model: &Llama<L>) -> Result<Fp4Config> {
         let scheme = match (self.method, self.damping.or(self.correction)) {
             (Some(Method::Gptq(options)), _) => {

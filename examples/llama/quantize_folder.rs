@@ -195,7 +195,7 @@ impl QuantizeFolder<'_> {
         self.tokens.hash(&mut hasher);
         let mut parts = vec![
             format!("the configuration {}", serde_json::to_string(self.config)?),
-            format!("sequential: {sequential}"),
+            format!("sequential: {sequential}, by {:?}", self.config.scheme.method),
             format!("{calibration:?}"),
             format!("tokens with the hash {:016x}", hasher.finish()),
             format!("{:?} in {:?}", self.device, self.device.settings().float_dtype),
@@ -429,9 +429,9 @@ impl Work<'_, '_> {
         let decided = self.decided;
         if stage == Stage::Embedding {
             let embed = |part: &Part, asked| if asked { self.embed(part) } else { Ok(Vec::new()) };
-            let dense = match to_make {
-                true => embed(part, gives && dense)?,
-                false => embed(&self.dense(work)?, gives && dense)?,
+            let dense = match on == Calibrated::Corrected && !to_make {
+                true => embed(&self.dense(work)?, gives)?,
+                false => embed(part, gives && dense)?,
             };
             let report = if to_make { decided.quantize(part)?.parameters } else { Vec::new() };
             return Ok((report, [embed(part, gives && quantized)?, dense].concat()));

@@ -11,9 +11,9 @@ use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorD
 use burn_fp4::{Fp4Config, Fp4Embedding, Fp4Module};
 use burn_fp4_ops::{
     Activations, BlockHessians, BlockOrder, DequantizeReason, Fp4Layout, Fp4Scheme, Fp4Tensor,
-    Fp8Path, Fp8Weight, Gptq, Gram, HessianFactor, Importance, MatmulPath, Method, NonFinite,
-    OpsError, ScaleRule, TensorScaling, amax, block_hessians, embedding, fake_quantize, gram,
-    is_host, linear, linear_with, matmul, matmul_path, modelopt, portable, quantize,
+    Fp8Path, Fp8Weight, Gptq, Gram, GramSum, HessianFactor, Importance, MatmulPath, Method,
+    NonFinite, OpsError, ScaleRule, TensorScaling, amax, block_hessians, embedding, fake_quantize,
+    gram, is_host, linear, linear_with, matmul, matmul_path, modelopt, portable, quantize,
     quantize_by_importance, quantize_family, quantize_gptq, quantize_with_best_tensor_scale,
     quantize_with_hessian_factor, squared_sums,
 };
@@ -996,6 +996,38 @@ fn gptq_has_a_small_error_on_every_device() {
                 let first = tensor.reshape([channels, 1, outputs]);
                 assert_same(name, &of(last, 2).unwrap(), &of(first, 0).unwrap());
             }
+        }
+    }
+}
+
+/// Compares outputs with those of dense inputs.
+#[test]
+fn gptq_makes_up_for_a_drift_on_every_device() {
+    let host = Device::flex();
+    let quantized = activations(400, 64, &host);
+    let shifted = quantized.clone().slice_dim(1, 1..64);
+    let shifted = Tensor::cat(vec![shifted, quantized.clone().slice_dim(1, 0..1)], 1);
+    let dense = quantized.clone() * 1.1 + shifted * 0.2;
+    let mut sum = GramSum::new(64);
+    sum.add_with_drift(quantized.clone(), dense.clone()).unwrap();
+    let gram = sum.finish().unwrap();
+    for (name, device, dtypes) in devices() {
+        for dtype in dtypes {
+            let weight = values([64, 24], &device, dtype);
+            let on_host = weight.clone().to_device(&host).cast(DType::F32);
+            let expected = dense.clone().matmul(on_host);
+            let error = |correction| {
+                let options =
+                    Gptq { damping: 0.01, correction, sweeps: 1, refits: 0, ..Gptq::DEFAULT };
+                let scheme = Fp4Scheme::nvfp4();
+                let packed = quantize_gptq(weight.clone(), 0, &scheme, &options, &gram).unwrap();
+                let found = packed.dequantize().to_device(&host).cast(DType::F32);
+                let far = quantized.clone().matmul(found) - expected.clone();
+                far.square().sum().into_scalar::<f32>()
+            };
+            let [without, half, all] = [0.0, 0.5, 1.0].map(error);
+            assert!(half < 0.5 * without, "{name} {dtype:?}: {half} {without}");
+            assert!(all < 0.2 * without, "{name} {dtype:?}: {all} {without}");
         }
     }
 }

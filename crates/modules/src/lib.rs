@@ -150,8 +150,8 @@ pub trait Fp4Module: Module {
     ///
     /// GPTQ makes up for what these layers have changed in the inputs, as far as its
     /// [correction](burn_fp4_ops::Gptq::correction) says. Every batch then also runs through dense
-    /// layers, and its activations take twice the memory. A report counts the correction of a weight
-    /// as an error of it, so compare the outputs of the module.
+    /// layers, and its activations take twice the memory. A report counts the correction of a
+    /// weight as an error of it, so compare the outputs of the module.
     ///
     /// A weight that is used several times is quantized when its last inputs are known. All batches
     /// are in flight at a time, whatever memory the options allow.

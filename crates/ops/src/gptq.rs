@@ -131,7 +131,7 @@ pub fn quantize_family(
     for (values, scheme) in family {
         let next = Checked::new(values, axis, &scheme, hessian_factor)?;
         // Hosts take one row after the other: a stack gains nothing.
-        let on_device = hessian_factor.on_host().is_none();
+        let on_device = hessian_factor.factorization().on_host().is_none();
         match stacks.last_mut().filter(|stack| on_device && next.fits(stack)) {
             Some(stack) => stack.push(next),
             None => stacks.push(vec![next]),
@@ -162,12 +162,12 @@ impl<const D: usize> Checked<D> {
         values: Tensor<D>,
         axis: usize,
         scheme: &Fp4Scheme,
-        hessian_factor: &Arc<HessianFactor>,
+        hessian_factor: &HessianFactor,
     ) -> Result<Self, OpsError> {
         let (values, layout, scheme) = transformed(values.without_autodiff(), axis, scheme)?;
         let mut scheme = hessian_factor.scheme(&scheme)?;
         let device = values.device().inner();
-        if hessian_factor.on_host().is_some() {
+        if hessian_factor.factorization().on_host().is_some() {
             scheme = scheme.with_non_finite(NonFinite::Reject);
         } else if *hessian_factor.device() != device {
             let (expected, found) = (device.into(), hessian_factor.device().clone().into());
@@ -187,7 +187,7 @@ impl<const D: usize> Checked<D> {
             amax.into_dispatch(),
             layout.axis,
             scheme,
-            hessian_factor.clone(),
+            hessian_factor.factorization().clone(),
         );
         Fp4Tensor::from_primitive(packed, layout)
     }

@@ -146,9 +146,10 @@ impl GramSum {
     }
 
     /// [Adds](Self::add) activations `[.., channels]` that quantized layers leave, with their
-    /// [drift](Gram::drift): how far they are from the ones that dense layers leave. Sums products
-    /// of the drift in f32, and these sums in f64 if the device has it. Where the dense ones are all zero, as those
-    /// of an expert that was not chosen, there is no drift.
+    /// [drift](Gram::drift) from the dense activations that dense layers leave. Products of the
+    /// drift are summed in f32 (on CUDA in TF32), and these sums in f64 if the device has it. An
+    /// activation that is all zero in either, such as an input of an expert that was not chosen,
+    /// has no drift.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor};
@@ -164,7 +165,9 @@ impl GramSum {
     /// ```
     ///
     /// # Errors
-    /// As [`add`](Self::add), of either; [`OpsError::Format`] for another number of rows.
+    /// As [`add`](Self::add); [`OpsError::DType`] and [`OpsError::Format`] also for the dense
+    /// activations, and if the sum is of blocks. [`finish`](Self::finish) returns
+    /// [`OpsError::Search`] if the drift is not finite.
     pub fn add_with_drift<const D: usize>(
         &mut self,
         quantized: Tensor<D>,
@@ -172,20 +175,22 @@ impl GramSum {
     ) -> Result<(), OpsError> {
         let (x, rows, channels) = matrix(quantized)?;
         let (y, dense_rows, dense_channels) = matrix(dense)?;
-        check_length("channels", channels, dense_channels)?;
+        check_length("channels of dense activations", channels, dense_channels)?;
         check_length("rows of dense activations", rows, dense_rows)?;
+        check_length("channels of a block", self.host.channels(), self.host.block_size())?;
         self.add(x.clone())?;
-        let (x, y) = (x.cast(DType::F32), y.cast(DType::F32));
         let drift = match rows {
             0 => Tensor::zeros([channels, channels], (&x.device(), DType::F32)),
             _ => {
-                let chosen = y.clone().abs().max_dim(1).greater_elem(0.0).float();
-                deterministic_matmul(x.clone().transpose(), (y - x) * chosen)
+                let y = y.to_device(&x.device()).cast(DType::F32);
+                let x = x.cast(DType::F32);
+                let seen = y.clone().abs().max_dim(1).greater_elem(0.0).float().cast(DType::F32);
+                deterministic_matmul(x.clone().transpose(), (y - x) * seen)
             }
         };
-        let wide = widest(&drift.device());
-        let drift = drift.cast(wide);
-        match self.drift.iter_mut().find(|sum| sum.device() == drift.device()) {
+        let device = drift.device();
+        let drift = drift.cast(widest(&device));
+        match self.drift.iter_mut().find(|sum| sum.device() == device) {
             Some(sum) => sum.inplace(|sum| sum + drift),
             None => self.drift.push(drift),
         }
@@ -208,8 +213,7 @@ impl GramSum {
     /// their sums.
     pub fn fetch(self) -> Result<FetchedGram, OpsError> {
         let Self { host, devices, rows, drift } = self;
-        let drift = drift.into_iter().map(Tensor::try_into_data).collect::<Result<Vec<_>, _>>();
-        let drift = drift.map_err(OpsError::device)?;
+        let drift = drift.into_iter().map(read_here).collect::<Result<Vec<_>, _>>()?;
         let (mut amax, mut tokens) = (0.0f32, 0);
         for sum in &devices {
             amax = read(sum.amax.clone())?.into_iter().fold(amax, f32::max);
@@ -371,14 +375,15 @@ fn add_up(sums: Vec<DeviceSum>) -> Result<Vec<TensorData>, OpsError> {
             .collect();
         sums.into_iter().map(CollectiveTensor::resolve).last()
     };
-    let read = |part: Tensor<3>| -> Result<TensorData, OpsError> {
-        let data = part.try_into_data().map_err(OpsError::device)?;
-        // Burn reads at the first access, through memory pinned by the accessing thread. The
-        // threads that gather have none.
-        elements(&data).map_err(OpsError::device)?;
-        Ok(data)
-    };
-    (0..count).filter_map(added).map(read).collect()
+    (0..count).filter_map(added).map(read_here).collect()
+}
+
+/// Reads sums back on this thread. Burn reads at the first access, through memory pinned by the
+/// accessing thread, and the threads that gather have none.
+fn read_here<const D: usize>(sums: Tensor<D>) -> Result<TensorData, OpsError> {
+    let data = sums.try_into_data().map_err(OpsError::device)?;
+    elements(&data).map_err(OpsError::device)?;
+    Ok(data)
 }
 
 /// Checks that tensors of several devices can be summed. Hosts always can; of other devices only
@@ -443,6 +448,8 @@ fn matrix<const D: usize>(activations: Tensor<D>) -> Result<(Tensor<2>, usize, u
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
+    use burn::tensor::Distribution;
+
     use super::*;
 
     #[test]
@@ -473,6 +480,69 @@ mod tests {
             let found = fetched.gather().unwrap();
             // The values are short: their sums are exact.
             assert_eq!(found, exact);
+        }
+    }
+
+    /// Makes activations behind quantized and behind dense layers.
+    fn both(device: &Device) -> [Tensor<2>; 2] {
+        let x = [[1.0, -2.0], [0.0, 0.0], [3.0, 0.5], [4.0, 1.0]];
+        let y = [[1.5, -2.0], [2.0, 1.0], [0.0, 0.0], [4.0, 3.0]];
+        [x, y].map(|values| Tensor::from_floats(values, device))
+    }
+
+    #[test]
+    fn only_activations_seen_by_both_have_a_drift() {
+        let device = Device::flex();
+        let [x, y] = both(&device);
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let mut sum = GramSum::new(2);
+            for rows in [0..2, 2..2, 2..4] {
+                let part =
+                    |values: &Tensor<2>| values.clone().slice_dim(0, rows.clone()).cast(dtype);
+                sum.add_with_drift(part(&x), part(&y)).unwrap();
+            }
+            let gram = sum.finish().unwrap();
+            assert_eq!(gram.drift().unwrap(), [0.5, 8.0, -1.0, 2.0], "{dtype:?}");
+            assert_eq!((gram.rows(), gram.get(0, 0)), (4, Some(26.0)));
+        }
+    }
+
+    #[test]
+    fn a_drift_of_other_shapes_or_values_is_an_error() {
+        let device = Device::flex();
+        let [x, y] = both(&device);
+        let mut blocks = GramSum::in_blocks(2, 1).unwrap();
+        let error = blocks.add_with_drift(x.clone(), y.clone()).unwrap_err();
+        assert!(error.to_string().contains("channels of a block"), "{error}");
+        let short = y.clone().slice_dim(0, 0..3);
+        let error = GramSum::new(2).add_with_drift(x.clone(), short).unwrap_err();
+        assert!(error.to_string().contains("rows of dense activations"), "{error}");
+        let mut infinite = GramSum::new(2);
+        infinite.add_with_drift(x, y / 0.0).unwrap();
+        let error = infinite.finish().unwrap_err();
+        assert!(error.to_string().contains("the drift of the activations is"), "{error}");
+    }
+
+    #[test]
+    fn a_drift_is_transformed_as_its_inputs_are() {
+        let device = Device::flex();
+        device.seed(5);
+        let normal = Distribution::Normal(0.0, 1.0);
+        let [x, y] = [(); 2].map(|()| Tensor::<2>::random([40, 64], normal, &device));
+        let gram = |x, y| {
+            let mut sum = GramSum::new(64);
+            sum.add_with_drift(x, y).unwrap();
+            sum.finish().unwrap()
+        };
+        let plain = gram(x.clone(), y.clone());
+        for size in [16, 64] {
+            let hadamard = burn_fp4_search::Hadamard::of_size(size).unwrap();
+            let transformed = |values: &Tensor<2>| crate::hadamard(values.clone(), 1, hadamard);
+            let expected = gram(transformed(&x).unwrap(), transformed(&y).unwrap());
+            let found = plain.clone().transformed(hadamard).unwrap();
+            let pairs = found.drift().unwrap().iter().zip(expected.drift().unwrap());
+            let far = pairs.map(|(found, expected)| (found - expected).abs()).fold(0.0, f32::max);
+            assert!(far < 1e-3, "{size}: {far}");
         }
     }
 }

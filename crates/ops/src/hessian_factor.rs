@@ -1,37 +1,24 @@
 //! [`HessianFactor`]: GPTQ's factorization of a Gram matrix, on the device of the weights.
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-#[cfg(feature = "cube")]
-use burn_fp4_search::SearchError;
-use burn_fp4_search::{DampedHessian, Fp4Scheme, Gptq, Gram, HessianFactor as HostHessianFactor};
+use burn_fp4_search::{Fp4Scheme, Gptq, Gram};
 
-#[cfg(feature = "cube")]
-use crate::devices::cube::device::with_kernels;
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
+use crate::factorization::Factorization;
 use crate::gram::deterministic_matmul;
 
 /// GPTQ's factorization of a damped Gram matrix, shared by all weights of a device that are
 /// multiplied by the same activations. Computed on the device if it has kernels, otherwise on all
 /// cores of the host.
 pub struct HessianFactor {
-    device: Device,
-    place: Place,
-    /// The [drift](Gram::drift) of the inputs, if weights are corrected for it.
-    drift: Option<Tensor<2>>,
-    /// What a weight is multiplied by for its [correction](Gptq::correction), once one was.
-    correction: OnceLock<Tensor<2>>,
-}
-
-/// Memory of the factorization.
-enum Place {
-    Host(HostHessianFactor),
-    #[cfg(feature = "cube")]
-    Cube(Box<(DampedHessian, burn_fp4_cubecl::HessianFactorHandles)>),
+    factorization: Arc<Factorization>,
+    /// Multiplies a weight: the product is its [correction](Gptq::correction).
+    correction: Option<Tensor<2>>,
 }
 
 impl fmt::Debug for HessianFactor {
@@ -40,7 +27,8 @@ impl fmt::Debug for HessianFactor {
         f.debug_struct("HessianFactor")
             .field("options", self.options())
             .field("channels", &self.channels())
-            .field("device", &self.device)
+            .field("device", self.device())
+            .field("corrects", &self.correction.is_some())
             .finish()
     }
 }
@@ -72,137 +60,78 @@ impl HessianFactor {
         block_size: usize,
         device: &Device,
     ) -> Result<Self, OpsError> {
-        let device = device.clone().inner();
-        let drift = gram.drift().filter(|_| options.correction > 0.0).map(|drift| {
-            let data = TensorData::new(drift.to_vec(), [gram.channels(); 2]);
-            Tensor::from_data(data, (&device, DType::F32))
-        });
-        let correction = OnceLock::new();
-        #[cfg(feature = "cube")]
-        if let Some(cube) = with_kernels(&device) {
-            let damped = options.damped_hessian(gram, block_size)?;
-            // The host factorizes matrices that the kernels refuse.
-            if let Some(hessian_factor) = on_cube(&cube, gram, &damped)? {
-                let place = Place::Cube(Box::new((damped, hessian_factor)));
-                return Ok(Self { device, place, drift, correction });
-            }
-        }
-        let place = Place::Host(options.hessian_factor(gram, block_size)?);
-        Ok(Self { device, place, drift, correction })
+        let factorization = Arc::new(Factorization::new(gram, options, block_size, device)?);
+        let drift = gram.drift().filter(|_| options.correction > 0.0);
+        let correction = drift.map(|drift| correction(&factorization, drift));
+        Ok(Self { factorization, correction })
     }
 
     /// Corrects a weight for the drift of its inputs, which are along an axis: `W + s (H + d I)^-1
-    /// D W` in f32, where s is the [correction](Gptq::correction), D the drift and d the damping.
-    /// For s = 1 that minimizes the change of outputs that the drift makes, plus d times the change
-    /// of the weight. Without a drift the weight stays what it is.
-    pub(crate) fn corrected<const D: usize>(
-        self: &Arc<Self>,
-        weight: Tensor<D>,
-        axis: usize,
-    ) -> Tensor<D> {
-        let Some(drift) = &self.drift else { return weight };
-        let correction = self.correction.get_or_init(|| self.correction_of(drift.clone()));
+    /// D W`, where s is the [correction](Gptq::correction), D the drift and d the damping. For s =
+    /// 1 that minimizes the change of outputs that the drift makes, plus d times the squared
+    /// change of the weight. In f32, and in products of CUDA in TF32. Without a drift the weight
+    /// stays the same.
+    pub(crate) fn corrected<const D: usize>(&self, weight: Tensor<D>, axis: usize) -> Tensor<D> {
+        let Some(correction) = &self.correction else { return weight };
         let weight = weight.cast(DType::F32).swap_dims(0, axis);
         let shape = weight.dims();
         let rows = shape.iter().product::<usize>() / self.channels().max(1);
         let columns = weight.reshape([self.channels(), rows]);
-        let change = deterministic_matmul(correction.clone(), columns.clone());
+        let correction = correction.clone().to_device(&columns.device());
+        let change = deterministic_matmul(correction, columns.clone());
         (columns + change).reshape(shape).swap_dims(0, axis)
     }
 
-    fn correction_of(self: &Arc<Self>, drift: Tensor<2>) -> Tensor<2> {
-        let order = self.order();
-        let mut back = vec![0; order.len()];
-        order.iter().enumerate().for_each(|(at, &channel)| back[channel] = at as i32);
-        let order = order.iter().map(|&channel| channel as i32).collect();
-        let [order, back] = [order, back].map(|at: Vec<i32>| {
-            let data = TensorData::new(at, [self.channels()]);
-            Tensor::<1, Int>::from_data(data, &self.device)
-        });
-        let drift = (drift * self.options().correction).select(0, order);
-        let solved = Dispatch::fp4_solve(drift.into_dispatch(), self.clone());
-        Tensor::<2>::from_dispatch(solved).select(0, back)
-    }
-
-    fn damped(&self) -> &DampedHessian {
-        match &self.place {
-            Place::Host(hessian_factor) => hessian_factor.damped(),
-            #[cfg(feature = "cube")]
-            Place::Cube(hessian_factor) => &hessian_factor.0,
-        }
+    pub(crate) fn factorization(&self) -> &Arc<Factorization> {
+        &self.factorization
     }
 
     /// Returns the options it was made with.
     #[must_use]
     pub fn options(&self) -> &Gptq {
-        self.damped().options()
+        self.factorization.damped().options()
     }
 
     /// Returns the number of input channels.
     #[must_use]
     pub fn channels(&self) -> usize {
-        self.damped().channels()
+        self.factorization.channels()
     }
 
     /// Returns the block size.
     #[must_use]
     pub fn block_size(&self) -> usize {
-        self.damped().blocks().block_size()
+        self.factorization.damped().blocks().block_size()
     }
 
     /// Returns the device of its weights.
     #[must_use]
     pub fn device(&self) -> &Device {
-        &self.device
+        self.factorization.device()
     }
 
     /// Returns the scheme that chooses blocks anew.
     pub(crate) fn scheme(&self, scheme: &Fp4Scheme) -> Result<Fp4Scheme, OpsError> {
-        Ok(self.damped().scheme(scheme)?)
-    }
-
-    /// Returns the channels in the order in which they are rounded.
-    pub(crate) fn order(&self) -> &[usize] {
-        self.damped().order()
-    }
-
-    /// Returns the factorization if the host made it.
-    pub(crate) fn on_host(&self) -> Option<&HostHessianFactor> {
-        match &self.place {
-            Place::Host(hessian_factor) => Some(hessian_factor),
-            #[cfg(feature = "cube")]
-            Place::Cube(..) => None,
-        }
-    }
-
-    /// Returns the factorization if the device made it.
-    #[cfg(feature = "cube")]
-    pub(crate) fn on_cube(&self) -> Option<&burn_fp4_cubecl::HessianFactorHandles> {
-        match &self.place {
-            Place::Host(_) => None,
-            Place::Cube(hessian_factor) => Some(&hessian_factor.1),
-        }
+        Ok(self.factorization.damped().scheme(scheme)?)
     }
 }
 
-/// Factorizes on a Cube device; none if its kernels refuse the matrix.
-#[cfg(feature = "cube")]
-fn on_cube(
-    device: &burn_cubecl::CubeDevice,
-    gram: &Gram,
-    damped: &DampedHessian,
-) -> Result<Option<burn_fp4_cubecl::HessianFactorHandles>, OpsError> {
-    let client = device.client();
-    let capability = burn_fp4_cubecl::Capability::of(&client);
-    let Ok(hessian_factor) = burn_fp4_cubecl::hessian_factor(&client, &capability, gram, damped)
-    else {
-        return Ok(None);
-    };
-    let definite = client.read_one(hessian_factor.definite().clone()).map_err(OpsError::device)?;
-    if definite.iter().all(|byte| *byte == 0) {
-        return Err(SearchError::Singular.into());
-    }
-    Ok(Some(hessian_factor))
+/// Returns the matrix whose product with a weight is its correction, `s (H + d I)^-1 D`.
+fn correction(factorization: &Arc<Factorization>, drift: &[f32]) -> Tensor<2> {
+    let (order, device) = (factorization.order(), factorization.device());
+    let channels = order.len();
+    let mut back = vec![0; order.len()];
+    order.iter().enumerate().for_each(|(at, &channel)| back[channel] = at as i32);
+    let order = order.iter().map(|&channel| channel as i32).collect();
+    let [order, back] = [order, back].map(|at: Vec<i32>| {
+        let data = TensorData::new(at, [channels]);
+        Tensor::<1, Int>::from_data(data, device)
+    });
+    let data = TensorData::new(drift.to_vec(), [channels; 2]);
+    let drift = Tensor::<2>::from_data(data, (device, DType::F32));
+    let drift = (drift * factorization.damped().options().correction).select(0, order);
+    let solved = Dispatch::fp4_solve(drift.into_dispatch(), factorization.clone());
+    Tensor::<2>::from_dispatch(solved).select(0, back)
 }
 
 #[cfg(all(test, feature = "flex"))]
@@ -224,8 +153,11 @@ mod tests {
         let device = Device::flex();
         let normal = |shape| Tensor::<2>::random(shape, Distribution::Normal(0.0, 1.0), &device);
         let (channels, outputs) = (64, 24);
-        let scales = Tensor::<1>::from_floats([0.25, 1.0, 0.5, 2.0], &device).repeat_dim(0, 16);
-        let quantized = normal([300, channels]) * scales.unsqueeze();
+        device.seed(7);
+        // The last block is the most active one.
+        let scales = Tensor::<1>::from_floats([0.25, 1.0, 0.5, 2.0], &device).unsqueeze_dim::<2>(1);
+        let scales = scales.repeat_dim(1, 16).reshape([1, channels]);
+        let quantized = normal([300, channels]) * scales;
         let dense = quantized.clone() + normal([300, channels]) * 0.1;
         let mut sum = GramSum::new(channels);
         sum.add_with_drift(quantized.clone(), dense.clone()).unwrap();
@@ -237,10 +169,9 @@ mod tests {
             + Tensor::eye(channels, &device) * added;
         let drift = quantized.clone().transpose().matmul(dense - quantized);
         let expected = drift.matmul(weight.clone()) * 0.75;
-        let factor =
-            |gram: &Gram| Arc::new(HessianFactor::new(gram, &options, 16, &device).unwrap());
+        let factor = |gram: &Gram| HessianFactor::new(gram, &options, 16, &device).unwrap();
         let plain = factor(&gram);
-        assert_ne!(plain.order()[0], 0, "channels are in another order");
+        assert_eq!(plain.factorization().order()[0], 48);
         let corrected = plain.corrected(weight.clone(), 0);
         let found = hessian.matmul(corrected.clone() - weight.clone());
         let bound = 1e-4 * largest(expected.clone());
@@ -267,7 +198,7 @@ mod tests {
             .unwrap(),
         );
         let off = Gptq { correction: 0.0, ..options };
-        let off = Arc::new(HessianFactor::new(&gram, &off, 16, &device).unwrap());
+        let off = HessianFactor::new(&gram, &off, 16, &device).unwrap();
         for same in [bare, off] {
             let found = same.corrected(weight.clone(), 0);
             assert_eq!(found.into_data(), weight.to_data());

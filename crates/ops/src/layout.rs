@@ -18,7 +18,7 @@ use burn_fp4_search::{Fp4Scheme, Hadamard};
 
 use crate::error::OpsError;
 #[cfg(feature = "cube")]
-use crate::hessian_factor::HessianFactor;
+use crate::factorization::Factorization;
 
 /// Format, shape and blocked axis of a quantized tensor. Shapes of its parts follow from it.
 ///
@@ -286,7 +286,7 @@ pub(crate) fn packed_by_gptq_metadata(
     amax: &TensorSpec,
     axis: &usize,
     scheme: &Fp4Scheme,
-    _hessian_factor: &Arc<HessianFactor>,
+    _factorization: &Arc<Factorization>,
 ) -> Fp4PrimitiveMetadata {
     packed_metadata(values, amax, axis, scheme)
 }

@@ -27,7 +27,8 @@
 //! | `importance.rs`     | quantization for given activations                                  |
 //! | `gram.rs`           | [`GramSum`]: statistics of activations                              |
 //! | `gptq.rs`           | GPTQ, which compensates rounding errors                             |
-//! | `hessian_factor.rs` | [`HessianFactor`]: GPTQ's factorization of a Gram matrix            |
+//! | `hessian_factor.rs` | [`HessianFactor`]: GPTQ's factorization, and its correction         |
+//! | `factorization.rs`  | [`Factorization`]: GPTQ's factorization of a Gram matrix            |
 //! | `saturated.rs`      | [`Saturated`]: the gradient of elements beyond the largest code     |
 //! | `matmul_path.rs`    | [`MatmulPath`]: how layers multiply by a packed weight              |
 //! | `interpret.rs`      | [`Interpreter`]: recorded operations, run one at a time             |
@@ -45,6 +46,7 @@ mod decoder;
 mod deterministic;
 mod devices;
 mod error;
+mod factorization;
 mod fp8;
 #[cfg(feature = "cube")]
 mod fusion;
@@ -93,6 +95,7 @@ pub use devices::portable;
 pub use error::OpsError;
 #[doc(hidden)]
 pub use error::panic_message;
+pub use factorization::Factorization;
 pub use fp8::{Fp8Path, Fp8Weight};
 pub use gptq::{quantize_family, quantize_gptq, quantize_with_hessian_factor};
 pub use gram::{FetchedGram, GramSum, block_hessians, check_addable, gram};

@@ -110,10 +110,18 @@ pub enum SearchError {
         found: f64,
     },
     /// The correction of GPTQ is not usable.
-    #[error("correction is {found}: it must be from 0 to 1")]
+    #[error("correction is {found}; give a share from 0 to 1")]
     Correction {
         /// The correction.
         found: f64,
+    },
+    /// The drift of activations is not finite.
+    #[error(
+        "the drift of the activations is {found}; check the dense activations for NaN and infinity"
+    )]
+    Drift {
+        /// The first such value.
+        found: f32,
     },
     /// A Gram matrix has no Cholesky factor.
     #[error(

@@ -6,8 +6,6 @@ use core::hash::{Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::SearchError;
-
 /// Orders the blocks of input channels for rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -36,8 +34,10 @@ pub struct Gptq {
     pub refits: usize,
     /// Share of what earlier layers' errors change in the outputs of a layer that its weight makes
     /// up for before it is rounded, from 0 to 1. It takes the [drift](crate::Gram::drift) of the
-    /// inputs, which only layers that are quantized one after the other have. All of it is GPTAQ
-    /// (arXiv 2504.02692); the more of it, the more a weight is fitted to the calibration.
+    /// inputs, which only layers that are quantized one after the other have. The tensor
+    /// operations of `burn-fp4-ops` correct weights; `quantize` of this crate does not. A tensor
+    /// scale that was measured before stays. A share of 1 is GPTAQ (arXiv 2504.02692); the larger
+    /// the share, the closer the weight is fitted to the calibration.
     pub correction: f64,
 }
 
@@ -73,17 +73,6 @@ impl Gptq {
     /// GPTQ as published: blocks in the order of the weight, no sweeps.
     pub const ORIGINAL: Self =
         Self { damping: 0.05, order: BlockOrder::Natural, sweeps: 0, refits: 0, correction: 0.0 };
-
-    /// Checks the damping and the correction.
-    pub(crate) fn check(&self) -> Result<(), SearchError> {
-        if !(self.damping.is_finite() && self.damping >= 0.0) {
-            return Err(SearchError::Damping { found: self.damping });
-        }
-        match (0.0..=1.0).contains(&self.correction) {
-            true => Ok(()),
-            false => Err(SearchError::Correction { found: self.correction }),
-        }
-    }
 
     /// The options by bits, which are equal where they are the same options.
     fn key(&self) -> (u64, BlockOrder, usize, usize, u64) {

@@ -197,12 +197,14 @@ impl Gram {
     ///
     /// # Errors
     /// [`SearchError::Format`] for a wrong length, or if the matrix is not whole;
-    /// [`SearchError::Activation`] naming the first value that is not finite.
+    /// [`SearchError::Drift`] for a value that is not finite.
     pub fn with_drift(self, drift: Vec<f32>) -> Result<Self, SearchError> {
         let channels = self.channels();
         check_length("channels of a block", channels, self.block_size())?;
         check_length("drift", channels * channels, drift.len())?;
-        check_activations(&drift, channels)?;
+        if let Some(&found) = drift.iter().find(|value| !value.is_finite()) {
+            return Err(SearchError::Drift { found });
+        }
         Ok(Self { drift: Some(drift), ..self })
     }
 
@@ -317,7 +319,8 @@ impl Gram {
         }
     }
 
-    /// Adds sums over other activations.
+    /// Adds sums over other activations. If only one of the two has a drift, the other counts as
+    /// having none.
     ///
     /// # Errors
     /// [`SearchError::Format`] for another number of channels, or blocks of another size.
@@ -753,5 +756,34 @@ mod tests {
         let tile = vec![1.0; narrow.tile_len()];
         let error = Gram::from_tiles(&[&tile[..]; 3], narrow, 160, 1, 1.0);
         assert!(matches!(error, Err(SearchError::Format(_))));
+    }
+
+    #[test]
+    fn drifts_are_added_up_and_checked() {
+        let gram = |drift: Option<[f32; 4]>| {
+            let gram = Gram::of(&[1.0, 2.0], 2).unwrap();
+            match drift {
+                Some(drift) => gram.with_drift(drift.to_vec()).unwrap(),
+                None => gram,
+            }
+        };
+        let drift = Some([1.0, -2.0, 0.5, 4.0]);
+        for (first, second, sum) in [
+            (drift, drift, Some([2.0, -4.0, 1.0, 8.0])),
+            (drift, None, drift),
+            (None, drift, drift),
+            (None, None, None),
+        ] {
+            let mut merged = gram(first);
+            merged.merge(&gram(second)).unwrap();
+            assert_eq!(merged.drift(), sum.as_ref().map(|sum| &sum[..]));
+        }
+        let short = gram(None).with_drift(vec![0.0; 3]).unwrap_err();
+        assert!(matches!(short, SearchError::Format(_)), "{short}");
+        let infinite = gram(None).with_drift(vec![0.0, f32::INFINITY, 0.0, 0.0]).unwrap_err();
+        assert_eq!(infinite, SearchError::Drift { found: f32::INFINITY });
+        let mut blocks = Gram::in_blocks(4, 2).unwrap();
+        blocks.add(&[1.0; 4]).unwrap();
+        assert!(blocks.with_drift(vec![0.0; 16]).is_err());
     }
 }

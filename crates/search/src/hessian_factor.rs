@@ -12,7 +12,7 @@ use crate::gram::{Gram, check_blocks};
 use crate::importance::BlockHessians;
 use crate::matrix::{Matrix, invert_factor, product};
 use crate::method::Method;
-use crate::scheme::Fp4Scheme;
+use crate::scheme::{Fp4Scheme, check_gptq};
 
 impl Gptq {
     /// Factorizes the damped Hessian for all weights that are multiplied by the same activations.
@@ -30,16 +30,15 @@ impl Gptq {
     /// Computes the part of the Hessian factor that does not need a factorization of the whole of
     /// H.
     ///
-    /// # Errors
-    /// [`SearchError::Damping`]; [`SearchError::Correction`]; [`SearchError::Format`] if the blocks do not divide the channels
-    /// or not all of the Gram matrix is known; [`SearchError::Singular`] if a block of H is
-    /// singular.
+    /// # Errors [`SearchError::Damping`]; [`SearchError::Correction`]; [`SearchError::Format`] if
+    /// the blocks do not divide the channels or not all of the Gram matrix is known;
+    /// [`SearchError::Singular`] if a block of H is singular.
     pub fn damped_hessian(
         &self,
         gram: &Gram,
         block_size: usize,
     ) -> Result<DampedHessian, SearchError> {
-        self.check()?;
+        check_gptq(self)?;
         DampedHessian::new(*self, gram, block_size)
     }
 }

@@ -7,6 +7,7 @@ use burn_fp4_formats::{E2M1, FormatError, Fp4Format, ScaleGrid, TensorScale};
 use serde::{Deserialize, Serialize};
 
 use crate::error::SearchError;
+use crate::gptq::Gptq;
 use crate::hadamard::Hadamard;
 use crate::method::{E4m3Range, Method, Needs, Sse};
 use crate::rounding::Rounding;
@@ -366,7 +367,7 @@ impl Fp4Scheme {
             return refuse("method `four-over-six`", "it is defined for TransformerEngine's rules");
         }
         match self.method {
-            Method::Gptq(options) => options.check(),
+            Method::Gptq(options) => check_gptq(&options),
             Method::Sse(Sse::TensorScale) => self.check_tensor_scale(),
             _ => Ok(()),
         }
@@ -435,6 +436,20 @@ impl fmt::Display for Fp4Scheme {
             Some(hadamard) => write!(f, ", Hadamard transform of {}", hadamard.size()),
             None => Ok(()),
         }
+    }
+}
+
+/// Checks the options of GPTQ.
+///
+/// # Errors [`SearchError::Damping`] if the damping is negative or not finite,
+/// [`SearchError::Correction`] if the correction is not from 0 to 1.
+pub(crate) fn check_gptq(options: &Gptq) -> Result<(), SearchError> {
+    if !(options.damping.is_finite() && options.damping >= 0.0) {
+        return Err(SearchError::Damping { found: options.damping });
+    }
+    match (0.0..=1.0).contains(&options.correction) {
+        true => Ok(()),
+        false => Err(SearchError::Correction { found: options.correction }),
     }
 }
 

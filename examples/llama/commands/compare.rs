@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
@@ -40,7 +40,7 @@ pub(crate) struct Arguments {
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
     #[arg(long, default_value_t = Gptq::DEFAULT.damping)]
     damping: f64,
-    /// Correction of GPTQ where it is sequential: share of earlier layers' errors it makes up for.
+    /// Share of the errors of earlier layers that corrected GPTQ makes up for, from 0 to 1.
     #[arg(long, default_value_t = Gptq::DEFAULT.correction)]
     correction: f64,
     /// Sizes of Hadamard transforms to compare, as 16,64; defaults to all that divide the inputs of
@@ -96,6 +96,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let sizes: Vec<usize> = arguments.hadamard.clone().unwrap_or_else(dividing);
     let transforms = sizes.into_iter().map(Hadamard::of_size);
     let transforms: Vec<Hadamard> = transforms.collect::<Result<_, _>>()?;
+    if let Some(size) = transforms.iter().map(|one| one.size()).find(|size| !divides(size)) {
+        bail!("--hadamard {size}: does not divide the inputs of all layers; choose another size");
+    }
     let (dense, tokens, transforms) = (&dense, &tokens, &transforms[..]);
     let comparison = Comparison { arguments, transforms, dense, tokens, device: &device };
     // A list of variants for each seed.
@@ -141,7 +144,7 @@ fn named(method: &str, hadamard: Hadamard) -> String {
 /// The dense model, and the text to compare on.
 struct Comparison<'a> {
     arguments: &'a Arguments,
-    /// Hadamard transforms whose size divides the inputs of all layers.
+    /// Hadamard transforms to compare.
     transforms: &'a [Hadamard],
     dense: &'a Llama<Linear>,
     tokens: &'a Tokens,
@@ -221,7 +224,7 @@ impl Comparison<'_> {
         let mut variants = vec![
             ("hessian".to_owned(), self.quantized(&hessian)?),
             ("gptq".to_owned(), self.quantized(&gptq.with_calibration(calibration))?),
-            ("gptq, sequential".to_owned(), in_sequence(&gptq)?),
+            ("gptq, sequential, not corrected".to_owned(), in_sequence(&gptq)?),
             ("gptq, corrected".to_owned(), in_sequence(&corrected)?),
         ];
         for &hadamard in transforms {

@@ -236,6 +236,7 @@ impl<'a, M: Module> RecordedBatches<'a, M> {
                 _ => passes.par_iter_mut().map(parts).collect(),
             }
         };
+        let dense = if shape.drifts { dense } else { &mut [] };
         let mut dense = dense.chunks_mut(running);
         for passes in passes.chunks_mut(running) {
             let found = all_parts(passes);

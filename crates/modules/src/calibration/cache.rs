@@ -34,7 +34,7 @@ pub(crate) struct GramShape {
 }
 
 /// Version of what follows, and of what digests are made of.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 
 /// Tensors of a file: the tiles of [`Gram::layout`], `[slices, tiles, side, side]`,
 const TILES: &str = "tiles";

@@ -80,7 +80,8 @@ impl<'a> CalibrationOptions<'a> {
     /// once and count once. A pass ends with the last input that is gathered: what a model computes
     /// after it does not count. What does not fit runs after the rest, from its beginning; at least
     /// one batch is in flight. The statistics of one input of a layer, f64 `[in, in]` or less for
-    /// each slice of the weight, come on top.
+    /// each slice of the weight, come on top; with the drift that corrections take, twice f64 `[in,
+    /// in]`.
     pub fn memory(mut self, bytes: usize) -> Self {
         self.memory = bytes;
         self

@@ -39,9 +39,9 @@ pub enum Calibrated {
     /// [`quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential) without a
     /// [correction](burn_fp4_ops::Gptq::correction).
     Sequential,
-    /// As [`Sequential`](Self::Sequential), with the correction. Behind the activations of all
-    /// batches there have to be the same ones as dense layers leave them, in the same order: a part
-    /// leaves both. What the first part reads is twice the same.
+    /// As [`Sequential`](Self::Sequential), with the correction. Pass the activations that
+    /// quantized layers leave, and behind them the ones that dense layers leave, batch for batch;
+    /// parts return them in this order. For the first part pass all activations twice.
     Corrected,
 }
 
@@ -225,8 +225,8 @@ impl Fp4Parts {
                 };
                 if on == Calibrated::Corrected && !batches.len().is_multiple_of(2) {
                     let problem = format!(
-                        "{} batches: a correction takes those of quantized layers, and behind \
-                         these as many of dense layers",
+                        "{} batches: a correction needs as many dense as quantized ones; append \
+                         the dense activations",
                         batches.len()
                     );
                     return Err(Fp4Error::Recording { problem });
@@ -517,6 +517,28 @@ mod tests {
                 };
                 assert_eq!(bits(&packed), bits(&whole), "{on:?}, {memory} bytes");
             }
+        }
+    }
+
+    #[test]
+    fn a_correction_takes_dense_batches_and_the_whole_matrix() {
+        let device = Device::flex();
+        let blocks = blocks(&device);
+        let batches = |count| vec![vec![Tensor::<2>::ones([4, 32], &device)]; count];
+        let quantize = |method, count| {
+            let decided = Fp4Parts::new(&blocks, &Fp4Config::nvfp4().method(method)).unwrap();
+            let forward = |blocks: &Vec<Block>, x: Vec<Tensor<2>>| {
+                blocks.iter().fold(x, |x, block| block.forward(x))
+            };
+            let (on, options) = (Calibrated::Corrected, CalibrationOptions::default());
+            let batches = batches(count);
+            decided.calibrate_and_quantize(&mut blocks.clone(), on, options, batches, forward)
+        };
+        let error = quantize(Method::GPTQ, 3).unwrap_err();
+        assert!(error.to_string().contains("append the dense activations"), "{error}");
+        for method in [Method::GPTQ, Method::Hessian] {
+            let (report, left) = quantize(method, 2).unwrap();
+            assert_eq!((report.quantized().count(), left.len()), (9, 2));
         }
     }
 

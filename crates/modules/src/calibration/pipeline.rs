@@ -179,7 +179,8 @@ where
         let number = chunk * self.batches.inputs().len() + input;
         let (recordings, dense) = self.chunks[chunk];
         let shape = self.batches.gram_shape(recordings, input, self.blocks);
-        let shape = GramShape { drifts: !dense.is_empty(), ..shape };
+        let drifts = !dense.is_empty() && shape.block_size == shape.channels;
+        let shape = GramShape { drifts, ..shape };
         let known = match &self.cache {
             Some(cache) => cache.load(number, &shape)?,
             None => None,

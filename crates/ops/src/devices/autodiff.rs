@@ -15,7 +15,7 @@ use burn_fp4_search::host::DequantTarget;
 use burn_fp4_search::{Draw, Fp4Scheme, GramLayout, Hadamard};
 
 use super::extension::Fp4Backend;
-use crate::hessian_factor::HessianFactor;
+use crate::factorization::Factorization;
 use crate::layout::{Fp4Layout, Fp4Primitive};
 use crate::saturated::Saturated;
 use crate::train::recipe::TrainRecipe;
@@ -203,17 +203,17 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        hessian_factor: Arc<HessianFactor>,
+        factorization: Arc<Factorization>,
     ) -> Fp4Primitive<Self> {
         let (values, amax) = (values.into_primitive(), amax.into_primitive());
-        outer(B::fp4_quantize_gptq(values, amax, axis, scheme, hessian_factor))
+        outer(B::fp4_quantize_gptq(values, amax, axis, scheme, factorization))
     }
 
     fn fp4_solve(
         columns: FloatTensor<Self>,
-        hessian_factor: Arc<HessianFactor>,
+        factorization: Arc<Factorization>,
     ) -> FloatTensor<Self> {
-        Self::from_inner(B::fp4_solve(columns.into_primitive(), hessian_factor))
+        Self::from_inner(B::fp4_solve(columns.into_primitive(), factorization))
     }
 
     fn fp4_dequantize(

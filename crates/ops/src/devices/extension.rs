@@ -23,9 +23,9 @@ use burn_ir::{OperationIr, TensorId, TensorIr};
 use burn_router::TensorInterpreter;
 
 use super::portable::bias::add_bias;
-use super::portable::{dequantize, gram, hadamard, on_host, quantize, solve};
+use super::portable::{dequantize, gram, hadamard, on_host, quantize};
 use crate::error::OpsError;
-use crate::hessian_factor::HessianFactor;
+use crate::factorization::Factorization;
 use crate::layout::{Fp4Layout, Fp4Primitive};
 #[cfg(feature = "cube")]
 use crate::layout::{
@@ -93,9 +93,9 @@ pub trait Fp4Backend: Backend {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        hessian_factor: Arc<HessianFactor>,
+        factorization: Arc<Factorization>,
     ) -> Fp4Primitive<Self> {
-        on_host::quantize_gptq::<Self>(values, amax, axis, scheme, hessian_factor)
+        on_host::quantize_gptq::<Self>(values, amax, axis, scheme, factorization)
     }
 
     /// Solves `H X = B` for the damped H of a Hessian factor from the host or from this device, and
@@ -103,9 +103,10 @@ pub trait Fp4Backend: Backend {
     #[fusion(dtype = columns, shape = columns)]
     fn fp4_solve(
         columns: FloatTensor<Self>,
-        hessian_factor: Arc<HessianFactor>,
+        factorization: Arc<Factorization>,
     ) -> FloatTensor<Self> {
-        solve::<Self>(columns, hessian_factor)
+        let factor = on_host::factor::<Self>(&factorization, &columns.device());
+        gram::solve::<Self>(factor, columns, Self::fp4_deterministic_matmul)
     }
 
     /// Dequantizes: computed in f32 and rounded once to the dtype.

@@ -42,7 +42,7 @@ use self::matmul::{DENSE, FUSED, GROUPS, handles, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
 use super::portable::bias::add_bias;
-use crate::hessian_factor::HessianFactor;
+use crate::factorization::Factorization;
 use crate::layout::{Fp4Layout, Fp4Primitive, amax_shape};
 use crate::saturated::Saturated;
 
@@ -231,12 +231,12 @@ impl Fp4Backend for CubeBackend {
         amax: FloatTensor<Self>,
         axis: usize,
         scheme: Fp4Scheme,
-        hessian_factor: Arc<HessianFactor>,
+        factorization: Arc<Factorization>,
     ) -> Fp4Primitive<Self> {
-        let Some(on_device) = hessian_factor.on_cube() else {
-            return portable::quantize_gptq::<Self>(values, amax, axis, scheme, hessian_factor);
+        let Some(on_device) = factorization.on_cube() else {
+            return portable::quantize_gptq::<Self>(values, amax, axis, scheme, factorization);
         };
-        let channels = hessian_factor.channels();
+        let channels = factorization.channels();
         let problem =
             Problem { view: View::along(values.meta.shape(), axis), dtype: Dtype::F32, scheme };
         // Channels first, in the order of the Hessian factor.
@@ -248,26 +248,28 @@ impl Fp4Backend for CubeBackend {
             values,
             Shape::new([channels, shape.num_elements() / channels.max(1)]),
         );
-        let order = hessian_factor.order().iter().map(|&channel| channel as i32).collect();
+        let order = factorization.order().iter().map(|&channel| channel as i32).collect();
         let order = Self::int_from_data(TensorData::new(order, [channels]), &values.device);
         let values = into_contiguous(Self::float_select(values, 0, order));
         quantize_on(&values, amax, axis, &shape, scheme, |client, device, amax| {
             let values = values.handle.clone();
-            let options = hessian_factor.options();
+            let options = factorization.damped().options();
             quantize_gptq(client, device, values, amax, on_device, options, &problem)
         })
     }
 
     fn fp4_solve(
         columns: FloatTensor<Self>,
-        hessian_factor: Arc<HessianFactor>,
+        factorization: Arc<Factorization>,
     ) -> FloatTensor<Self> {
-        let Some(on_device) = hessian_factor.on_cube() else {
-            return portable::solve::<Self>(columns, hessian_factor);
+        let factor = match factorization.on_cube() {
+            Some(on_device) => {
+                let shape = Shape::new([factorization.channels(); 2]);
+                output_tensor(&columns, on_device.factor().clone(), shape, DType::F32)
+            }
+            None => portable::on_host::factor::<Self>(&factorization, &columns.device),
         };
-        let shape = Shape::new([hessian_factor.channels(); 2]);
-        let factor = output_tensor(&columns, on_device.factor().clone(), shape, DType::F32);
-        portable::solve_by::<Self>(factor, columns)
+        portable::gram::solve::<Self>(factor, columns, Self::fp4_deterministic_matmul)
     }
 
     fn fp4_dequantize(

@@ -1,15 +1,12 @@
 //! Operations composed of the device's own ones.
 
-use std::sync::Arc;
-
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{FloatDType, TensorData};
+use burn::tensor::FloatDType;
 use burn_fp4_search::{GramLayout, Hadamard};
 
 use super::{dequantize, gram};
 use crate::devices::extension::Fp4Backend;
-use crate::hessian_factor::HessianFactor;
 use crate::layout::{Fp4Layout, Fp4Primitive};
 
 /// [`Fp4Backend::fp4_matmul`] of the dense weight.
@@ -44,23 +41,6 @@ pub fn transformed_input<B: Fp4Backend>(
         Some(hadamard) => B::fp4_hadamard(input, 1, hadamard, false),
         None => input,
     }
-}
-
-/// [`Fp4Backend::fp4_solve`] by a factor of the host.
-pub fn solve<B: Fp4Backend>(
-    columns: FloatTensor<B>,
-    hessian_factor: Arc<HessianFactor>,
-) -> FloatTensor<B> {
-    let host = hessian_factor.on_host().expect("callers look where it was made");
-    let channels = hessian_factor.channels();
-    let factor = TensorData::new(host.factor().to_vec(), [channels, channels]);
-    solve_by::<B>(B::float_from_data(factor, &columns.device()), columns)
-}
-
-/// Solves `H X = B` by U `[channels, channels]` of `H^-1 = U^T U`.
-pub fn solve_by<B: Fp4Backend>(factor: FloatTensor<B>, columns: FloatTensor<B>) -> FloatTensor<B> {
-    let half = B::fp4_deterministic_matmul(factor.clone(), columns);
-    B::fp4_deterministic_matmul(B::float_transpose(factor), half)
 }
 
 /// [`Fp4Backend::fp4_squared_error`] with the sums of the device.

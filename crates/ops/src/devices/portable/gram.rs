@@ -7,6 +7,16 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 use burn_fp4_search::GramLayout;
 
+/// [`fp4_solve`](crate::Fp4Backend::fp4_solve) using U `[channels, channels]` of `H^-1 = U^T U`.
+pub(crate) fn solve<B: Backend>(
+    factor: FloatTensor<B>,
+    columns: FloatTensor<B>,
+    matmul: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    let half = matmul(factor.clone(), columns);
+    matmul(B::float_transpose(factor), half)
+}
+
 /// [`fp4_add_gram`](crate::Fp4Backend::fp4_add_gram), one column of tiles at a time, with the
 /// device's [`fp4_deterministic_matmul`](crate::Fp4Backend::fp4_deterministic_matmul).
 pub(crate) fn add_gram<B: Backend>(

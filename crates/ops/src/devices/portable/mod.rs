@@ -23,9 +23,7 @@ mod scale_grid;
 mod tensor_scale;
 mod tiles;
 
-pub use composed::{
-    add_gram, dequantize_transformed, matmul, solve, solve_by, squared_error, transformed_input,
-};
+pub use composed::{add_gram, dequantize_transformed, matmul, squared_error, transformed_input};
 pub use dequantize::dequantize;
 pub use hadamard::hadamard;
 pub use on_host::{quantize_by_importance, quantize_gptq, quantize_on_host};

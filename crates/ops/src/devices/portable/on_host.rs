@@ -10,7 +10,7 @@ use burn_fp4_search::host::{View, quantize_packed};
 use burn_fp4_search::{BlockHessians, Fp4Scheme, Importance, Method, Rounding};
 
 use super::floats::{Floats, rows};
-use crate::hessian_factor::HessianFactor;
+use crate::factorization::Factorization;
 use crate::layout::{Fp4Layout, Fp4Primitive, from_bits};
 
 const CHECKED: &str = "callers check scheme, shape and importance";
@@ -59,15 +59,26 @@ pub fn quantize_gptq<B: Backend>(
     amax: FloatTensor<B>,
     axis: usize,
     scheme: Fp4Scheme,
-    hessian_factor: Arc<HessianFactor>,
+    factorization: Arc<Factorization>,
 ) -> Fp4Primitive<B> {
     let device = values.device();
     let Floats(matrix) = rows::<B>(values, axis);
     let count = matrix.shape()[0];
     let [matrix, amax] = [matrix, amax].map(read::<B>);
-    let hessian_factor = hessian_factor.on_host().expect("callers look where it was made");
+    let hessian_factor = factorization.on_host().expect("callers look where it was made");
     let packed = hessian_factor.quantize(&matrix, count, &scheme, &amax);
     upload::<B>(packed.expect(CHECKED), &device)
+}
+
+/// Returns U of a Hessian factor that the host made, for
+/// [`fp4_solve`](crate::Fp4Backend::fp4_solve).
+pub(crate) fn factor<B: Backend>(
+    factorization: &Factorization,
+    device: &B::Device,
+) -> FloatTensor<B> {
+    let host = factorization.on_host().expect("callers look where it was made");
+    let factor = TensorData::new(host.factor().to_vec(), [factorization.channels(); 2]);
+    B::float_from_data(factor, device)
 }
 
 /// [`fp4_fp8_rows`](crate::Fp4Backend::fp4_fp8_rows), on the host.

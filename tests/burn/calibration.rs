@@ -671,7 +671,10 @@ fn a_correction_brings_outputs_nearer_to_those_of_the_dense_model() {
             });
             differences.sum::<f32>()
         };
-        for hadamard in [None, Some(ops::Hadamard::of_size(32).unwrap())] {
+        // CubeCL's CPU runtime compiles GPTQ for a quarter of a minute per scheme.
+        let transforms = if name == "cpu" { 1 } else { 2 };
+        let hadamards = [None, Some(ops::Hadamard::of_size(32).unwrap())];
+        for hadamard in hadamards.into_iter().take(transforms) {
             let [without, half, all] = [0.0, 0.5, 1.0].map(|share| error(share, hadamard));
             assert!(half < 0.95 * without, "{name} {hadamard:?}: {half} {without}");
             assert!(all < 0.95 * without, "{name} {hadamard:?}: {all} {without}");

@@ -23,7 +23,8 @@ pub struct QuantizeOptions {
     /// Method that chooses scales and codes. Defaults to sse, for mxfp4 to amax by the rule even.
     #[arg(long, value_parser = methods())]
     pub method: Option<Method>,
-    /// Calibrate each layer on the outputs of the quantized layers before it.
+    /// Calibrate each layer on the outputs of the quantized layers before it, and correct it for
+    /// half of their errors (--correction) by gptq: about twice the time.
     #[arg(long)]
     pub sequential: bool,
     /// Damping of GPTQ: multiple of the mean diagonal of `X^T X` that is added to its diagonal.
@@ -34,7 +35,8 @@ pub struct QuantizeOptions {
     #[arg(long, value_name = "SHARE", requires = "sequential")]
     pub correction: Option<f64>,
     /// Apply a Hadamard transform to groups of 16, 32, 64 or 128 inputs before weights are
-    /// quantized, for --method gptq. The dialect is fp-quant.
+    /// quantized, for --method gptq. The dialect is fp-quant; with --sequential a run cannot be
+    /// resumed.
     #[arg(long, value_name = "N")]
     pub hadamard: Option<usize>,
     /// Windows to calibrate on.

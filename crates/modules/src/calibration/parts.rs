@@ -39,9 +39,10 @@ pub enum Calibrated {
     /// [`quantize_fp4_sequential`](crate::Fp4Module::quantize_fp4_sequential) without a
     /// [correction](burn_fp4_ops::Gptq::correction).
     Sequential,
-    /// As [`Sequential`](Self::Sequential), with the correction. Pass the activations that
-    /// quantized layers leave, and behind them the ones that dense layers leave, batch for batch;
-    /// parts return them in this order. For the first part pass all activations twice.
+    /// As [`Sequential`](Self::Sequential), with the correction. Pass each batch as quantized
+    /// layers left it, then the same batches, in the same order, as dense layers left them: `[a,
+    /// b, a', b']`. Parts return this order. For the first part both halves are equal.
+    /// [`Fp4Parts::sequential`] chooses between the two.
     Corrected,
 }
 

@@ -82,8 +82,9 @@ pub fn fp4_config<L: Projection>(model: &Llama<L>, scheme: Fp4Scheme) -> Fp4Conf
 impl QuantizeOptions {
     /// Returns the configuration for a model.
     ///
-    /// # Errors A damping or a correction for a method other than GPTQ, and an unknown size of a
-    /// Hadamard transform.
+    /// # Errors
+    /// A damping or a correction for a method other than GPTQ, and an unknown size of a Hadamard
+    /// transform.
     pub fn config<L: Projection>(&self, model: &Llama<L>) -> Result<Fp4Config> {
         let scheme = match (self.method, self.damping.or(self.correction)) {
             (Some(Method::Gptq(options)), _) => {

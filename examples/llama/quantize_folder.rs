@@ -429,7 +429,7 @@ impl Work<'_, '_> {
         let decided = self.decided;
         if stage == Stage::Embedding {
             let embed = |part: &Part, asked| if asked { self.embed(part) } else { Ok(Vec::new()) };
-            let dense = match on == Calibrated::Corrected && !to_make {
+            let dense = match on == Calibrated::Corrected && !to_make && self.quantizes(work) {
                 true => embed(&self.dense(work)?, gives)?,
                 false => embed(part, gives && dense)?,
             };
@@ -449,13 +449,18 @@ impl Work<'_, '_> {
             decided.run(part, self.options(number), activations, forward)
         };
         let part = part.clone().materialize();
-        if on != Calibrated::Corrected {
+        if on != Calibrated::Corrected || !self.quantizes(work) {
             return Ok((Vec::new(), run(&part, activations)?));
         }
         let mut behind_quantized = activations;
         let behind_dense = behind_quantized.split_off(behind_quantized.len() / 2);
         let left = run(&part, behind_quantized)?;
         Ok((Vec::new(), [left, run(&self.dense(work)?, behind_dense)?].concat()))
+    }
+
+    /// Returns true if a weight of a stage is quantized. Otherwise its dense weights are the same.
+    fn quantizes(&self, work: &StageWork) -> bool {
+        work.places.iter().any(|&at| self.outline.weights[at].is_quantized())
     }
 
     /// Loads the dense weights of a stage.

@@ -1,4 +1,4 @@
-//! [`Factorization`]: what GPTQ on a device takes of a Hessian factor.
+//! [`Factorization`]: the part of a Hessian factor that queued operations own.
 
 use std::fmt;
 

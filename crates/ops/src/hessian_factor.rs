@@ -177,7 +177,7 @@ mod tests {
         let bound = 1e-4 * largest(expected.clone());
         assert!(largest(found - expected) < bound);
 
-        // Of the transposed weight, and of transformed inputs.
+        // The transposed weight, and transformed inputs.
         let other = plain.corrected(weight.clone().transpose(), 1).transpose();
         assert!(largest(other - corrected.clone()) < 1e-5);
         let hadamard = Hadamard::of_size(32).unwrap();

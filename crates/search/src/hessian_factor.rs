@@ -30,8 +30,9 @@ impl Gptq {
     /// Computes the part of the Hessian factor that does not need a factorization of the whole of
     /// H.
     ///
-    /// # Errors [`SearchError::Damping`]; [`SearchError::Correction`]; [`SearchError::Format`] if
-    /// the blocks do not divide the channels or not all of the Gram matrix is known;
+    /// # Errors
+    /// [`SearchError::Damping`]; [`SearchError::Correction`]; [`SearchError::Format`] if the
+    /// blocks do not divide the channels or not all of the Gram matrix is known;
     /// [`SearchError::Singular`] if a block of H is singular.
     pub fn damped_hessian(
         &self,

@@ -441,8 +441,9 @@ impl fmt::Display for Fp4Scheme {
 
 /// Checks the options of GPTQ.
 ///
-/// # Errors [`SearchError::Damping`] if the damping is negative or not finite,
-/// [`SearchError::Correction`] if the correction is not from 0 to 1.
+/// # Errors
+/// [`SearchError::Damping`] if the damping is negative or not finite, [`SearchError::Correction`]
+/// if the correction is not from 0 to 1.
 pub(crate) fn check_gptq(options: &Gptq) -> Result<(), SearchError> {
     if !(options.damping.is_finite() && options.damping >= 0.0) {
         return Err(SearchError::Damping { found: options.damping });

@@ -48,10 +48,11 @@ pub(crate) enum Pace {
 /// Passes through dense weights, for the drift of inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum DensePasses {
+    /// Runs none.
     None,
-    /// Of every batch.
+    /// Runs every batch.
     OfAll,
-    /// Of batches that dense layers have left: the second half of all batches.
+    /// Runs the second half of all batches, which dense layers have left.
     OfSecondHalf,
 }
 

@@ -10,6 +10,7 @@ use super::kv_cache::{Kv, KvMut};
 use super::kv_format::KvFormat;
 use crate::error::SearchError;
 use crate::host::arch::arch;
+use crate::host::decode::prefetch;
 use crate::host::dots::dots;
 use crate::host::hadamard::transform_sixteens;
 use crate::host::threads::{Work, for_each_chunk, per_microsecond};
@@ -21,6 +22,12 @@ pub const MAX_HEAD_DIM: usize = 256;
 const QUERIES: usize = 4;
 /// Number of keys whose scores are kept: with their values they stay in the first-level cache.
 const KEYS: usize = 64;
+/// Number of keys of a segment, whose outputs are summed up on their own, in any thread.
+const SEGMENT: usize = 2 * KEYS;
+/// Number of key heads of all tokens below which threads divide the segments of a head, too.
+const FEW_HEADS: usize = 16;
+/// Number of f32 of a cache line.
+const LINE: usize = 16;
 
 /// Lengths of the axes of [`attention`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,8 +129,22 @@ pub fn attention(
         values.write(to, value);
     }
 
+    attend_to_cache(queries, cache.each_ref().map(KvMut::read), rotary, positions, shape);
+    Ok(())
+}
+
+/// Replaces queries by their outputs, once the cache has the new keys and values.
+fn attend_to_cache(
+    queries: &mut [f32],
+    cached: [Kv<'_>; 2],
+    rotary: Rotary<'_>,
+    positions: &[usize],
+    shape: AttentionShape,
+) {
+    let AttentionShape { batch, tokens, heads, kv_heads, head_dim, capacity } = shape;
+    let last = positions.iter().copied().max().unwrap_or(0);
+    let transforms = matches!(cached[0], Kv::Packed { format, .. } if format.transforms_keys());
     // Several tokens read the same heads: these are dequantized once.
-    let cached = cache.each_ref().map(KvMut::read);
     let dense;
     let (cached, capacity) = if cached[0].is_packed() && tokens > 1 {
         dense = cached
@@ -132,29 +153,57 @@ pub fn attention(
     } else {
         (cached, capacity)
     };
-    let group = heads / kv_heads;
-    let decodes = cached[0].is_packed();
-    let state = || [(); 2].map(|()| vec![0.0; if decodes { KEYS * head_dim } else { 0 }]);
-    let task = |decoded: &mut [Vec<f32>; 2], at: usize, queries: &mut [f32]| {
+    let queries_of = heads / kv_heads * head_dim;
+    let query_group = |at: usize| {
         let (token, kv_head) = (at / kv_heads, at % kv_heads);
-        let position = positions[token % tokens];
         let first = (token / tokens * kv_heads + kv_head) * capacity;
-        arch().dispatch(QueryGroup {
-            queries,
-            cached,
-            first,
-            decoded,
-            rotary,
-            position,
-            head_dim,
-            transforms,
-        });
+        let position = positions[token % tokens];
+        QueryGroup { cached, first, rotary, position, head_dim, transforms }
     };
+    // For each query head the largest score, the sum and the outputs.
+    let len = heads / kv_heads * (2 + head_dim);
+    let decodes = cached[0].is_packed();
+    let decoded = || [(); 2].map(|()| vec![0.0; if decodes { KEYS * head_dim } else { 0 }]);
     let read: usize = positions.iter().map(|position| position + 1).sum();
     let work = Work::new(2 * batch * heads * head_dim * read, per_microsecond::ATTENTION);
-    for_each_chunk(work, queries, group * head_dim, state, task);
-    Ok(())
+    let segments = (last + 1).div_ceil(SEGMENT);
+    let key_heads = batch * tokens * kv_heads;
+    if segments == 1 || key_heads >= FEW_HEADS {
+        let state = || (decoded(), vec![0.0; len], vec![0.0; len]);
+        let task = |(decoded, partial, next): &mut (Decoded, Vec<f32>, Vec<f32>),
+                    at: usize,
+                    queries: &mut [f32]| {
+            let keys = query_group(at);
+            for segment in 0..=keys.position / SEGMENT {
+                keys.attend(segment, queries, decoded, next);
+                keys.merge(segment, next, partial);
+            }
+            keys.divide(partial, queries);
+        };
+        return for_each_chunk(work, queries, queries_of, state, task);
+    }
+    let mut partials = vec![0.0; key_heads * segments * len];
+    let all: &[f32] = queries;
+    let task = |decoded: &mut Decoded, at: usize, partial: &mut [f32]| {
+        let (at, segment) = (at / segments, at % segments);
+        let queries = &all[at * queries_of..][..queries_of];
+        query_group(at).attend(segment, queries, decoded, partial);
+    };
+    for_each_chunk(work, &mut partials, len, decoded, task);
+    let mut partial = vec![0.0; len];
+    let of_heads = partials.chunks_exact(segments * len);
+    for (at, (queries, partials)) in queries.chunks_exact_mut(queries_of).zip(of_heads).enumerate()
+    {
+        let keys = query_group(at);
+        for (segment, next) in partials.chunks_exact(len).enumerate() {
+            keys.merge(segment, next, &mut partial);
+        }
+        keys.divide(&partial, queries);
+    }
 }
+
+/// Room for [`KEYS`] dequantized keys, and values.
+type Decoded = [Vec<f32>; 2];
 
 /// Dequantizes the first `count` of `capacity` positions of each key head.
 fn dequantized(
@@ -172,15 +221,15 @@ fn dequantized(
     values
 }
 
-/// The query heads of a token that share a head of keys and values.
+/// The keys and values that the query heads of a token share.
+///
+/// A segment of the keys makes a partial result: for each query head the largest score, the sum of
+/// the softmax and the sums of the outputs, both for scores less the largest.
 struct QueryGroup<'a> {
-    queries: &'a mut [f32],
     /// Keys and values.
     cached: [Kv<'a>; 2],
     /// Place of position 0 among the cached heads.
     first: usize,
-    /// Room for [`KEYS`] dequantized keys and values.
-    decoded: &'a mut [Vec<f32>; 2],
     rotary: Rotary<'a>,
     position: usize,
     head_dim: usize,
@@ -188,28 +237,84 @@ struct QueryGroup<'a> {
     transforms: bool,
 }
 
-impl WithSimd for QueryGroup<'_> {
+impl QueryGroup<'_> {
+    /// Attends to the keys of a segment, if it begins before the position of the token.
+    fn attend(&self, segment: usize, queries: &[f32], decoded: &mut Decoded, partial: &mut [f32]) {
+        if segment * SEGMENT <= self.position {
+            arch().dispatch(Segment { keys: self, segment, queries, decoded, partial });
+        }
+    }
+
+    /// Adds the partial result of a segment to that of the segments before it.
+    fn merge(&self, segment: usize, next: &[f32], partial: &mut [f32]) {
+        if segment == 0 {
+            return partial.copy_from_slice(next);
+        }
+        if segment * SEGMENT > self.position {
+            return;
+        }
+        let len = 2 + self.head_dim;
+        for (partial, next) in partial.chunks_exact_mut(len).zip(next.chunks_exact(len)) {
+            let largest = partial[0].max(next[0]);
+            let [fewer, of_next] = [partial[0], next[0]].map(|before| exp(before - largest));
+            partial[0] = largest;
+            for (sum, next) in partial[1..].iter_mut().zip(&next[1..]) {
+                *sum = *sum * fewer + next * of_next;
+            }
+        }
+    }
+
+    /// Replaces queries by their outputs, from the partial result of all keys.
+    fn divide(&self, partial: &[f32], queries: &mut [f32]) {
+        let partial = partial.chunks_exact(2 + self.head_dim);
+        for (output, partial) in queries.chunks_exact_mut(self.head_dim).zip(partial) {
+            for (output, sum) in output.iter_mut().zip(&partial[2..]) {
+                *output = sum / partial[1];
+            }
+        }
+    }
+}
+
+/// A segment of the keys, and the query heads that attend to it.
+struct Segment<'a, 'k> {
+    keys: &'a QueryGroup<'k>,
+    segment: usize,
+    queries: &'a [f32],
+    decoded: &'a mut Decoded,
+    partial: &'a mut [f32],
+}
+
+impl WithSimd for Segment<'_, '_> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(mut self, simd: S) {
-        let queries = core::mem::take(&mut self.queries);
-        for queries in queries.chunks_mut(QUERIES * self.head_dim) {
-            match queries.len() / self.head_dim {
-                1 => self.attend::<S, 1>(simd, queries),
-                2 => self.attend::<S, 2>(simd, queries),
-                3 => self.attend::<S, 3>(simd, queries),
-                _ => self.attend::<S, QUERIES>(simd, queries),
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { keys, segment, queries, decoded, partial } = self;
+        let dim = keys.head_dim;
+        let together = partial.chunks_mut(QUERIES * (2 + dim));
+        for (queries, partial) in queries.chunks(QUERIES * dim).zip(together) {
+            match queries.len() / dim {
+                1 => keys.attend_together::<S, 1>(simd, segment, queries, decoded, partial),
+                2 => keys.attend_together::<S, 2>(simd, segment, queries, decoded, partial),
+                3 => keys.attend_together::<S, 3>(simd, segment, queries, decoded, partial),
+                _ => keys.attend_together::<S, QUERIES>(simd, segment, queries, decoded, partial),
             }
         }
     }
 }
 
 impl QueryGroup<'_> {
-    /// Replaces `M` heads of queries by their outputs: softmax over chunks of keys, whose sums are
-    /// scaled where a later chunk has a larger score.
+    /// Attends from `M` query heads: softmax over chunks of keys, whose sums are scaled where a
+    /// later chunk has a larger score.
     #[inline(always)]
-    fn attend<S: Simd, const M: usize>(&mut self, simd: S, queries: &mut [f32]) {
+    fn attend_together<S: Simd, const M: usize>(
+        &self,
+        simd: S,
+        segment: usize,
+        queries: &[f32],
+        decoded: &mut Decoded,
+        partial: &mut [f32],
+    ) {
         let dim = self.head_dim;
         let mut rotated = [[0f32; MAX_HEAD_DIM]; M];
         let scale = 1.0 / (dim as f32).sqrt();
@@ -224,14 +329,19 @@ impl QueryGroup<'_> {
         let mut outputs = [[0f32; MAX_HEAD_DIM]; M];
         let (mut largest, mut sums) = ([f32::NEG_INFINITY; M], [0f32; M]);
         let [cached_keys, cached_values] = self.cached;
-        let [decoded_keys, decoded_values] = &mut *self.decoded;
-        for start in (0..=self.position).step_by(KEYS) {
-            let (first, count) = (self.first + start, KEYS.min(self.position + 1 - start));
+        let [decoded_keys, decoded_values] = decoded;
+        let end = (self.position + 1).min((segment + 1) * SEGMENT);
+        for start in (segment * SEGMENT..end).step_by(KEYS) {
+            let (first, count) = (self.first + start, KEYS.min(end - start));
             let keys = cached_keys.heads(first, count, dim, decoded_keys);
             let values = cached_values.heads(first, count, dim, decoded_values);
             // Scores beyond the last key have no weight.
             let mut scores = [[f32::NEG_INFINITY; KEYS]; M];
-            for (at, key) in keys.chunks_exact(dim).enumerate() {
+            for (at, (key, value)) in
+                keys.chunks_exact(dim).zip(values.chunks_exact(dim)).enumerate()
+            {
+                // Values are read in another order than they lie in memory.
+                value.chunks(LINE).for_each(|line| prefetch(line, 0));
                 let dots = dots::<S, M, 1>(simd, key, rotated, |_| ());
                 for (scores, dot) in scores.iter_mut().zip(dots) {
                     scores[at] = dot;
@@ -249,10 +359,10 @@ impl QueryGroup<'_> {
             }
             add_values::<S, M>(simd, &scores, values, dim, &mut outputs);
         }
-        for (head, output) in queries.chunks_exact_mut(dim).enumerate() {
-            for (output, sum) in output.iter_mut().zip(&outputs[head]) {
-                *output = sum / sums[head];
-            }
+        for (head, partial) in partial.chunks_exact_mut(2 + dim).enumerate() {
+            partial[0] = largest[head];
+            partial[1] = sums[head];
+            partial[2..].copy_from_slice(&outputs[head][..dim]);
         }
     }
 }
@@ -282,21 +392,11 @@ fn add_values<S: Simd, const M: usize>(
 ) {
     let vectors = S::as_simd_f32s(&values[..dim]).0.len();
     let tail = dim - S::as_simd_f32s(&values[..dim]).1.len();
-    for at in 0..vectors {
-        let mut sums: [S::f32s; M] = [simd.splat_f32s(0.0); M];
-        for head in 0..M {
-            sums[head] = S::as_simd_f32s(&outputs[head]).0[at];
-        }
-        for (key, value) in values.chunks_exact(dim).enumerate() {
-            let value = S::as_simd_f32s(value).0[at];
-            for head in 0..M {
-                let score = simd.splat_f32s(scores[head][key]);
-                sums[head] = simd.mul_add_f32s(score, value, sums[head]);
-            }
-        }
-        for head in 0..M {
-            S::as_mut_simd_f32s(&mut outputs[head]).0[at] = sums[head];
-        }
+    for at in (0..vectors / 2 * 2).step_by(2) {
+        add_vectors::<S, M, 2>(simd, scores, values, [dim, at], outputs);
+    }
+    if vectors % 2 == 1 {
+        add_vectors::<S, M, 1>(simd, scores, values, [dim, vectors - 1], outputs);
     }
     for (key, value) in values.chunks_exact(dim).enumerate() {
         for head in 0..M {
@@ -304,6 +404,32 @@ fn add_values<S: Simd, const M: usize>(
                 outputs[head][at] += scores[head][key] * value[at];
             }
         }
+    }
+}
+
+/// Adds the `V` vectors of each value from vector `at` on.
+#[inline(always)]
+fn add_vectors<S: Simd, const M: usize, const V: usize>(
+    simd: S,
+    scores: &[[f32; KEYS]; M],
+    values: &[f32],
+    [dim, at]: [usize; 2],
+    outputs: &mut [[f32; MAX_HEAD_DIM]; M],
+) {
+    let mut sums: [[S::f32s; V]; M] =
+        from_fn(|head| from_fn(|vector| S::as_simd_f32s(&outputs[head]).0[at + vector]));
+    for (key, value) in values.chunks_exact(dim).enumerate() {
+        let value = &S::as_simd_f32s(value).0[at..at + V];
+        for head in 0..M {
+            let score = simd.splat_f32s(scores[head][key]);
+            for vector in 0..V {
+                let sum = &mut sums[head][vector];
+                *sum = simd.mul_add_f32s(score, value[vector], *sum);
+            }
+        }
+    }
+    for head in 0..M {
+        S::as_mut_simd_f32s(&mut outputs[head]).0[at..at + V].copy_from_slice(&sums[head]);
     }
 }
 
@@ -363,7 +489,7 @@ mod tests {
     }
 
     /// Includes heads with a tail, groups of one to more heads than read keys together, more keys
-    /// than a chunk, and more work than one thread does.
+    /// than a segment, and more work than one thread does.
     #[test]
     fn attention_is_the_same_for_a_prompt_at_once_and_token_by_token() {
         for (batch, tokens, heads, kv_heads, head_dim) in [
@@ -425,7 +551,7 @@ mod tests {
             heads: 6,
             kv_heads: 2,
             head_dim: 32,
-            capacity: KEYS + 9,
+            capacity: SEGMENT + 9,
         };
         let AttentionShape { batch, heads, kv_heads, head_dim, capacity, .. } = shape;
         let angles = (0..capacity * head_dim / 2).map(|at| at as f32 * 0.01);
@@ -437,7 +563,7 @@ mod tests {
             let mut codes = [(); 2].map(|()| vec![0; cached * code_bytes]);
             let mut scales = [(); 2].map(|()| vec![0; cached * scale_bytes]);
             let mut first = 0;
-            for tokens in [KEYS, 1, 3, 1] {
+            for tokens in [SEGMENT, 1, 3, 1] {
                 let shape = AttentionShape { tokens, ..shape };
                 let new = |heads: usize, seed| values(batch * tokens * heads * head_dim, seed);
                 let (mut found, keys) = (new(heads, first + 1), new(kv_heads, first + 5));

@@ -1,4 +1,5 @@
-//! Causal attention to a KV cache: RoPE, the cache written in place, grouped heads.
+//! Causal attention to a KV cache: RoPE, the cache written in place, grouped heads, keys divided
+//! among threads (flash-decoding).
 
 use core::array::from_fn;
 
@@ -22,10 +23,12 @@ pub const MAX_HEAD_DIM: usize = 256;
 const QUERIES: usize = 4;
 /// Number of keys whose scores are kept: with their values they stay in the first-level cache.
 const KEYS: usize = 64;
-/// Number of keys of a segment, whose outputs are summed up on their own, in any thread.
+/// Number of keys of a segment. Each is summed up on its own, so that any thread can take it; the
+/// bits of outputs depend on it.
 const SEGMENT: usize = 2 * KEYS;
-/// Number of key heads of all tokens below which threads divide the segments of a head, too.
-const FEW_HEADS: usize = 16;
+/// Number of key heads for each thread, over all tokens, from which threads take heads, not
+/// segments.
+const HEADS_PER_THREAD: usize = 4;
 /// Number of f32 of a cache line.
 const LINE: usize = 16;
 
@@ -133,7 +136,7 @@ pub fn attention(
     Ok(())
 }
 
-/// Replaces queries by their outputs, once the cache has the new keys and values.
+/// Replaces queries with their outputs, once the cache has the new keys and values.
 fn attend_to_cache(
     queries: &mut [f32],
     cached: [Kv<'_>; 2],
@@ -153,53 +156,70 @@ fn attend_to_cache(
     } else {
         (cached, capacity)
     };
-    let queries_of = heads / kv_heads * head_dim;
-    let query_group = |at: usize| {
+    let group = heads / kv_heads;
+    let (group_len, partial_len) = (group * head_dim, group * (PARTIAL + head_dim));
+    let shared_head = |at: usize| {
         let (token, kv_head) = (at / kv_heads, at % kv_heads);
         let first = (token / tokens * kv_heads + kv_head) * capacity;
         let position = positions[token % tokens];
-        QueryGroup { cached, first, rotary, position, head_dim, transforms }
+        SharedHead { cached, first, rotary, position, head_dim, transforms }
     };
-    // For each query head the largest score, the sum and the outputs.
-    let len = heads / kv_heads * (2 + head_dim);
     let decodes = cached[0].is_packed();
-    let decoded = || [(); 2].map(|()| vec![0.0; if decodes { KEYS * head_dim } else { 0 }]);
+    let scratch = || Scratch {
+        rotated: vec![0.0; group_len],
+        decoded: [(); 2].map(|()| vec![0.0; if decodes { KEYS * head_dim } else { 0 }]),
+        partials: [(); 2].map(|()| vec![0.0; partial_len]),
+    };
     let read: usize = positions.iter().map(|position| position + 1).sum();
     let work = Work::new(2 * batch * heads * head_dim * read, per_microsecond::ATTENTION);
-    let segments = (last + 1).div_ceil(SEGMENT);
     let key_heads = batch * tokens * kv_heads;
-    if segments == 1 || key_heads >= FEW_HEADS {
-        let state = || (decoded(), vec![0.0; len], vec![0.0; len]);
-        let task = |(decoded, partial, next): &mut (Decoded, Vec<f32>, Vec<f32>),
-                    at: usize,
-                    queries: &mut [f32]| {
-            let keys = query_group(at);
-            for segment in 0..=keys.position / SEGMENT {
-                keys.attend(segment, queries, decoded, next);
-                keys.merge(segment, next, partial);
-            }
-            keys.divide(partial, queries);
-        };
-        return for_each_chunk(work, queries, queries_of, state, task);
-    }
-    let mut partials = vec![0.0; key_heads * segments * len];
-    let all: &[f32] = queries;
-    let task = |decoded: &mut Decoded, at: usize, partial: &mut [f32]| {
-        let (at, segment) = (at / segments, at % segments);
-        let queries = &all[at * queries_of..][..queries_of];
-        query_group(at).attend(segment, queries, decoded, partial);
-    };
-    for_each_chunk(work, &mut partials, len, decoded, task);
-    let mut partial = vec![0.0; len];
-    let of_heads = partials.chunks_exact(segments * len);
-    for (at, (queries, partials)) in queries.chunks_exact_mut(queries_of).zip(of_heads).enumerate()
+    let segments = last / SEGMENT + 1;
+    if segments == 1
+        || key_heads >= HEADS_PER_THREAD * rayon::current_num_threads()
+        || !work.is_worth_threads()
     {
-        let keys = query_group(at);
-        for (segment, next) in partials.chunks_exact(len).enumerate() {
-            keys.merge(segment, next, &mut partial);
-        }
-        keys.divide(&partial, queries);
+        let task = |scratch: &mut Scratch, at: usize, queries: &mut [f32]| {
+            let head = shared_head(at);
+            let Scratch { rotated, decoded, partials: [partial, next] } = scratch;
+            head.rotate(queries, rotated);
+            for segment in 0..head.segments() {
+                head.attend(segment, rotated, decoded, next);
+                head.combine(segment, next, partial);
+            }
+            head.normalize(partial, queries);
+        };
+        return for_each_chunk(work, queries, group_len, scratch, task);
     }
+    let mut partials = vec![0.0; key_heads * segments * partial_len];
+    let all: &[f32] = queries;
+    let task = |scratch: &mut Scratch, at: usize, partial: &mut [f32]| {
+        let (at, segment) = (at / segments, at % segments);
+        let head = shared_head(at);
+        if segment < head.segments() {
+            head.rotate(&all[at * group_len..][..group_len], &mut scratch.rotated);
+            head.attend(segment, &scratch.rotated, &mut scratch.decoded, partial);
+        }
+    };
+    for_each_chunk(work, &mut partials, partial_len, scratch, task);
+    let work = Work::new(partials.len(), per_microsecond::VALUES);
+    let task = |partial: &mut Vec<f32>, at: usize, queries: &mut [f32]| {
+        let head = shared_head(at);
+        let of_head = partials[at * segments * partial_len..].chunks_exact(partial_len);
+        for (segment, next) in of_head.take(head.segments()).enumerate() {
+            head.combine(segment, next, partial);
+        }
+        head.normalize(partial, queries);
+    };
+    for_each_chunk(work, queries, group_len, || vec![0.0; partial_len], task);
+}
+
+/// Memory of a thread.
+struct Scratch {
+    /// Rotated queries of a group.
+    rotated: Vec<f32>,
+    decoded: Decoded,
+    /// Partial results: of the segments so far, and of one segment.
+    partials: [Vec<f32>; 2],
 }
 
 /// Room for [`KEYS`] dequantized keys, and values.
@@ -221,11 +241,15 @@ fn dequantized(
     values
 }
 
-/// The keys and values that the query heads of a token share.
+/// Number of values of a partial result before its outputs: the largest score and the sum of the
+/// softmax.
+const PARTIAL: usize = 2;
+
+/// A head of keys and values, and a token whose query heads share it.
 ///
-/// A segment of the keys makes a partial result: for each query head the largest score, the sum of
-/// the softmax and the sums of the outputs, both for scores less the largest.
-struct QueryGroup<'a> {
+/// A segment of the keys yields a partial result for each query head: the largest score, the sum of
+/// the softmax and the weighted sum of values. Both sums are relative to the largest score.
+struct SharedHead<'a> {
     /// Keys and values.
     cached: [Kv<'a>; 2],
     /// Place of position 0 among the cached heads.
@@ -237,49 +261,63 @@ struct QueryGroup<'a> {
     transforms: bool,
 }
 
-impl QueryGroup<'_> {
-    /// Attends to the keys of a segment, if it begins before the position of the token.
-    fn attend(&self, segment: usize, queries: &[f32], decoded: &mut Decoded, partial: &mut [f32]) {
-        if segment * SEGMENT <= self.position {
-            arch().dispatch(Segment { keys: self, segment, queries, decoded, partial });
-        }
+impl SharedHead<'_> {
+    /// Number of segments up to the position of the token.
+    fn segments(&self) -> usize {
+        self.position / SEGMENT + 1
     }
 
-    /// Adds the partial result of a segment to that of the segments before it.
-    fn merge(&self, segment: usize, next: &[f32], partial: &mut [f32]) {
-        if segment == 0 {
-            return partial.copy_from_slice(next);
-        }
-        if segment * SEGMENT > self.position {
-            return;
-        }
-        let len = 2 + self.head_dim;
-        for (partial, next) in partial.chunks_exact_mut(len).zip(next.chunks_exact(len)) {
-            let largest = partial[0].max(next[0]);
-            let [fewer, of_next] = [partial[0], next[0]].map(|before| exp(before - largest));
-            partial[0] = largest;
-            for (sum, next) in partial[1..].iter_mut().zip(&next[1..]) {
-                *sum = *sum * fewer + next * of_next;
+    /// Rotates, scales and transforms queries.
+    fn rotate(&self, queries: &[f32], rotated: &mut [f32]) {
+        let scale = 1.0 / (self.head_dim as f32).sqrt();
+        let rotated = rotated.chunks_exact_mut(self.head_dim);
+        for (rotated, head) in rotated.zip(queries.chunks_exact(self.head_dim)) {
+            self.rotary.rotate(self.position, head, rotated);
+            rotated.iter_mut().for_each(|value| *value *= scale);
+            if self.transforms {
+                transform_sixteens(rotated);
             }
         }
     }
 
-    /// Replaces queries by their outputs, from the partial result of all keys.
-    fn divide(&self, partial: &[f32], queries: &mut [f32]) {
-        let partial = partial.chunks_exact(2 + self.head_dim);
+    /// Computes the partial result of a segment, which must not begin after the position of the
+    /// token.
+    fn attend(&self, segment: usize, rotated: &[f32], decoded: &mut Decoded, partial: &mut [f32]) {
+        arch().dispatch(Segment { head: self, segment, rotated, decoded, partial });
+    }
+
+    /// Adds the partial result of a segment to that of the segments before it.
+    fn combine(&self, segment: usize, next: &[f32], partial: &mut [f32]) {
+        if segment == 0 {
+            return partial.copy_from_slice(next);
+        }
+        let len = PARTIAL + self.head_dim;
+        for (partial, next) in partial.chunks_exact_mut(len).zip(next.chunks_exact(len)) {
+            let largest = partial[0].max(next[0]);
+            let [factor, next_factor] = [partial[0], next[0]].map(|score| exp(score - largest));
+            partial[0] = largest;
+            for (sum, next_sum) in partial[1..].iter_mut().zip(&next[1..]) {
+                *sum = *sum * factor + next_sum * next_factor;
+            }
+        }
+    }
+
+    /// Replaces queries with their outputs, given the partial result of all keys.
+    fn normalize(&self, partial: &[f32], queries: &mut [f32]) {
+        let partial = partial.chunks_exact(PARTIAL + self.head_dim);
         for (output, partial) in queries.chunks_exact_mut(self.head_dim).zip(partial) {
-            for (output, sum) in output.iter_mut().zip(&partial[2..]) {
+            for (output, sum) in output.iter_mut().zip(&partial[PARTIAL..]) {
                 *output = sum / partial[1];
             }
         }
     }
 }
 
-/// A segment of the keys, and the query heads that attend to it.
+/// A segment of the keys of a head, and the query heads that attend to it.
 struct Segment<'a, 'k> {
-    keys: &'a QueryGroup<'k>,
+    head: &'a SharedHead<'k>,
     segment: usize,
-    queries: &'a [f32],
+    rotated: &'a [f32],
     decoded: &'a mut Decoded,
     partial: &'a mut [f32],
 }
@@ -289,21 +327,21 @@ impl WithSimd for Segment<'_, '_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { keys, segment, queries, decoded, partial } = self;
-        let dim = keys.head_dim;
-        let together = partial.chunks_mut(QUERIES * (2 + dim));
-        for (queries, partial) in queries.chunks(QUERIES * dim).zip(together) {
-            match queries.len() / dim {
-                1 => keys.attend_together::<S, 1>(simd, segment, queries, decoded, partial),
-                2 => keys.attend_together::<S, 2>(simd, segment, queries, decoded, partial),
-                3 => keys.attend_together::<S, 3>(simd, segment, queries, decoded, partial),
-                _ => keys.attend_together::<S, QUERIES>(simd, segment, queries, decoded, partial),
+        let Self { head, segment, rotated, decoded, partial } = self;
+        let dim = head.head_dim;
+        let partial = partial.chunks_mut(QUERIES * (PARTIAL + dim));
+        for (rotated, partial) in rotated.chunks(QUERIES * dim).zip(partial) {
+            match rotated.len() / dim {
+                1 => head.attend_together::<S, 1>(simd, segment, rotated, decoded, partial),
+                2 => head.attend_together::<S, 2>(simd, segment, rotated, decoded, partial),
+                3 => head.attend_together::<S, 3>(simd, segment, rotated, decoded, partial),
+                _ => head.attend_together::<S, QUERIES>(simd, segment, rotated, decoded, partial),
             }
         }
     }
 }
 
-impl QueryGroup<'_> {
+impl SharedHead<'_> {
     /// Attends from `M` query heads: softmax over chunks of keys, whose sums are scaled where a
     /// later chunk has a larger score.
     #[inline(always)]
@@ -311,25 +349,18 @@ impl QueryGroup<'_> {
         &self,
         simd: S,
         segment: usize,
-        queries: &[f32],
+        rotated: &[f32],
         decoded: &mut Decoded,
         partial: &mut [f32],
     ) {
         let dim = self.head_dim;
-        let mut rotated = [[0f32; MAX_HEAD_DIM]; M];
-        let scale = 1.0 / (dim as f32).sqrt();
-        for (rotated, head) in rotated.iter_mut().zip(queries.chunks_exact(dim)) {
-            self.rotary.rotate(self.position, head, &mut rotated[..dim]);
-            rotated[..dim].iter_mut().for_each(|value| *value *= scale);
-            if self.transforms {
-                transform_sixteens(&mut rotated[..dim]);
-            }
-        }
-        let rotated: [&[f32]; M] = from_fn(|head| &rotated[head][..dim]);
+        let rotated: [&[f32]; M] = from_fn(|head| &rotated[head * dim..][..dim]);
         let mut outputs = [[0f32; MAX_HEAD_DIM]; M];
-        let (mut largest, mut sums) = ([f32::NEG_INFINITY; M], [0f32; M]);
+        // Not an infinity: the difference to a score of -infinity has to be a number.
+        let (mut largest, mut sums) = ([f32::MIN; M], [0f32; M]);
         let [cached_keys, cached_values] = self.cached;
         let [decoded_keys, decoded_values] = decoded;
+        let prefetches = !cached_values.is_packed();
         let end = (self.position + 1).min((segment + 1) * SEGMENT);
         for start in (segment * SEGMENT..end).step_by(KEYS) {
             let (first, count) = (self.first + start, KEYS.min(end - start));
@@ -340,8 +371,10 @@ impl QueryGroup<'_> {
             for (at, (key, value)) in
                 keys.chunks_exact(dim).zip(values.chunks_exact(dim)).enumerate()
             {
-                // Values are read in another order than they lie in memory.
-                value.chunks(LINE).for_each(|line| prefetch(line, 0));
+                // `add_values` reads columns of vectors, which the processor does not prefetch.
+                if prefetches {
+                    value.chunks(LINE).for_each(|line| prefetch(line, 0));
+                }
                 let dots = dots::<S, M, 1>(simd, key, rotated, |_| ());
                 for (scores, dot) in scores.iter_mut().zip(dots) {
                     scores[at] = dot;
@@ -359,10 +392,10 @@ impl QueryGroup<'_> {
             }
             add_values::<S, M>(simd, &scores, values, dim, &mut outputs);
         }
-        for (head, partial) in partial.chunks_exact_mut(2 + dim).enumerate() {
+        for (head, partial) in partial.chunks_exact_mut(PARTIAL + dim).enumerate() {
             partial[0] = largest[head];
             partial[1] = sums[head];
-            partial[2..].copy_from_slice(&outputs[head][..dim]);
+            partial[PARTIAL..].copy_from_slice(&outputs[head][..dim]);
         }
     }
 }
@@ -436,7 +469,7 @@ fn add_vectors<S: Simd, const M: usize, const V: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::{KvFormat, dequantize_heads};
+    use crate::host::{KvFormat, dequantize_heads, on_awake_threads};
 
     fn values(len: usize, seed: usize) -> Vec<f32> {
         (0..len).map(|at| ((at + seed) * 37 % 1009) as f32 / 250.0 - 2.0).collect()
@@ -497,6 +530,7 @@ mod tests {
             (2, 70, 3, 1, 6),
             (1, 9, 6, 3, 64),
             (1, 150, 14, 2, 64),
+            (1, 2 * SEGMENT + 3, 2, 1, 6),
             (2, 9, 8, 2, 20),
         ] {
             let capacity = tokens + 3;
@@ -563,7 +597,7 @@ mod tests {
             let mut codes = [(); 2].map(|()| vec![0; cached * code_bytes]);
             let mut scales = [(); 2].map(|()| vec![0; cached * scale_bytes]);
             let mut first = 0;
-            for tokens in [SEGMENT, 1, 3, 1] {
+            for tokens in [SEGMENT - 1, 3, 1, 1] {
                 let shape = AttentionShape { tokens, ..shape };
                 let new = |heads: usize, seed| values(batch * tokens * heads * head_dim, seed);
                 let (mut found, keys) = (new(heads, first + 1), new(kv_heads, first + 5));
@@ -618,6 +652,36 @@ mod tests {
                 assert!(near, "{format:?}, {tokens} tokens at {first}");
                 first += tokens;
             }
+        }
+    }
+
+    /// Threads take segments inside a pass, and heads outside of one.
+    #[test]
+    fn segments_of_few_heads_have_the_bits_of_whole_heads() {
+        let (tokens, capacity) = (2, 5 * SEGMENT);
+        let shape =
+            AttentionShape { batch: 1, tokens, heads: 6, kv_heads: 2, head_dim: 64, capacity };
+        let rotary = Rotary { cos: &vec![1.0; capacity * 32], sin: &vec![0.0; capacity * 32] };
+        for spoiled in [false, true] {
+            let mut new = [5, 11].map(|seed| values(tokens * 2 * 64, seed));
+            if spoiled {
+                // The only key of the last segment of a head has scores of -infinity.
+                new[0][2 * 64..][..64].fill(-1e38);
+            }
+            let run = || {
+                let mut cached = [3, 7].map(|seed| values(2 * capacity * 64, seed));
+                let cache = cached.each_mut().map(|values| KvMut::Dense(values));
+                let mut queries = values(tokens * 6 * 64, 1);
+                queries.iter_mut().for_each(|query| *query = query.abs() + 1.0);
+                let positions = [4 * SEGMENT - 1, 4 * SEGMENT];
+                attention(&mut queries, [&new[0], &new[1]], cache, rotary, &positions, shape)
+                    .unwrap();
+                queries
+            };
+            let whole = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+            let (whole, divided) = (whole.install(run), on_awake_threads(run));
+            assert!(whole.iter().all(|output| output.is_finite()));
+            assert_eq!(divided, whole);
         }
     }
 

@@ -29,6 +29,9 @@ const SEGMENT: usize = 2 * KEYS;
 /// Number of key heads for each thread, over all tokens, from which threads take heads, not
 /// segments.
 const HEADS_PER_THREAD: usize = 4;
+/// Number of values of a partial result before its outputs: the largest score and the sum of the
+/// softmax.
+const PARTIAL: usize = 2;
 /// Number of f32 of a cache line.
 const LINE: usize = 16;
 
@@ -241,10 +244,6 @@ fn dequantized(
     values
 }
 
-/// Number of values of a partial result before its outputs: the largest score and the sum of the
-/// softmax.
-const PARTIAL: usize = 2;
-
 /// A head of keys and values, and a token whose query heads share it.
 ///
 /// A segment of the keys yields a partial result for each query head: the largest score, the sum of
@@ -262,7 +261,7 @@ struct SharedHead<'a> {
 }
 
 impl SharedHead<'_> {
-    /// Number of segments up to the position of the token.
+    /// Returns the number of segments up to the position of the token.
     fn segments(&self) -> usize {
         self.position / SEGMENT + 1
     }
@@ -655,7 +654,7 @@ mod tests {
         }
     }
 
-    /// Threads take segments inside a pass, and heads outside of one.
+    /// One thread takes heads; several that share a pass take segments.
     #[test]
     fn segments_of_few_heads_have_the_bits_of_whole_heads() {
         let (tokens, capacity) = (2, 5 * SEGMENT);
@@ -678,8 +677,8 @@ mod tests {
                     .unwrap();
                 queries
             };
-            let whole = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-            let (whole, divided) = (whole.install(run), on_awake_threads(run));
+            let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+            let (whole, divided) = (one_thread.install(run), on_awake_threads(run));
             assert!(whole.iter().all(|output| output.is_finite()));
             assert_eq!(divided, whole);
         }

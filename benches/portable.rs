@@ -78,13 +78,10 @@ fn main() {
     }
 }
 
-/// Burn's default device of the build: `Device::vulkan` where it has wgpu.
+/// Burn's default device of the build: `Device::wgpu` where it has wgpu.
 fn device() -> Device {
     #[cfg(feature = "wgpu")]
-    {
-        use burn_fp4_cubecl::cubecl::device::{WgpuBackend, WgpuDevice};
-        Device::Wgpu(WgpuDevice::default().on(WgpuBackend::Vulkan))
-    }
+    return Device::Wgpu(Default::default());
     #[cfg(not(feature = "wgpu"))]
     Device::default()
 }

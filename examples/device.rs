@@ -19,7 +19,7 @@ pub enum OnDevice {
     /// CubeCL's CPU runtime.
     #[cfg(feature = "cpu")]
     Cpu,
-    /// A GPU through Vulkan.
+    /// A GPU through wgpu.
     #[cfg(feature = "wgpu")]
     Wgpu,
 }
@@ -38,7 +38,7 @@ impl OnDevice {
             #[cfg(feature = "cpu")]
             Self::Cpu => Device::cpu(),
             #[cfg(feature = "wgpu")]
-            Self::Wgpu => Device::vulkan(DeviceKind::DefaultDevice),
+            Self::Wgpu => Device::wgpu(DeviceKind::DefaultDevice),
         }
     }
 }

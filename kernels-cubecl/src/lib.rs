@@ -50,6 +50,7 @@
 //! | `squared_error.rs`       | squared error of a packed tensor                                 |
 //! | `self_test.rs`           | [`Capability::tested`]: if a driver of wgpu is trusted           |
 //! | `hadamard.rs`            | Hadamard transform before the operands of a matmul are quantized |
+//! | `gather.rs`              | [`gather_rows`]: rows of bytes at indices, for wgpu              |
 //! | `gram.rs`                | [`add_gram`]: `X^T X`, the second moments of a layer's inputs    |
 //!
 //! | folder      | what it holds                                                              |
@@ -67,8 +68,8 @@
 //! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not
 //! an operand of the addition: CubeCL would fuse the two and change the bits.
 //!
-//! On CubeCL's wgpu runtime only [`dequantize`] and [`Matmul`] run. Their drivers may flush
-//! subnormals and choose the size of a plane, see [`Portable`].
+//! On CubeCL's wgpu runtime only [`dequantize`], [`gather_rows`], [`Matmul`] and `decoder/` run.
+//! Their drivers may flush subnormals and choose the size of a plane, see [`Portable`].
 
 #[cfg(feature = "cuda")]
 extern crate alloc;
@@ -76,6 +77,7 @@ extern crate alloc;
 mod decoder;
 mod dequantize;
 mod fake_quantize;
+mod gather;
 mod gptq;
 mod gram;
 mod hadamard;
@@ -105,6 +107,7 @@ pub use decoder::{
 };
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;
+pub use gather::gather_rows;
 pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;

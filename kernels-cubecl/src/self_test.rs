@@ -9,6 +9,7 @@ use burn_fp4_search::formats::{Fp4Format, Packed, TensorScale};
 use burn_fp4_search::host::{AttentionShape, HostElement, View};
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 use cubecl::client::Client;
+use cubecl::future::reader::read_sync;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
@@ -51,6 +52,28 @@ impl Capability {
     /// [`Refusal::Device`] if the device lacks what kernels need, [`Refusal::SelfTest`] if values
     /// are wrong, [`Refusal::Failed`] if the device fails.
     pub fn tested(client: &Client) -> Result<Self, Refusal> {
+        read_sync(Self::tested_async(client))
+    }
+
+    /// Does what [`tested`](Self::tested) does without blocking, which a browser asks for.
+    ///
+    /// ```
+    /// # #[cfg(feature = "cpu")] {
+    /// use burn_fp4_cubecl::Capability;
+    /// use burn_fp4_cubecl::cubecl::Device;
+    ///
+    /// # burn_fp4_cubecl::cubecl::future::block_on(async {
+    /// let client = Device::default().client();
+    /// assert_eq!(Capability::tested_async(&client).await?, Capability::tested(&client)?);
+    /// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+    /// # })?;
+    /// # }
+    /// # Ok::<(), burn_fp4_cubecl::Refusal>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`tested`](Self::tested).
+    pub async fn tested_async(client: &Client) -> Result<Self, Refusal> {
         let found = Self::of(client);
         let Some(portable) = found.portable else { return Ok(found) };
         found.check_portable(Dtype::F32)?;
@@ -64,10 +87,12 @@ impl Capability {
                     continue;
                 }
                 let device = Self { plane, decoding, portable: Some(portable), ..found };
-                let tested =
-                    test_products(client, &device).and_then(|()| test_values(client, &device));
+                let mut tested = test_products(client, &device).await;
                 if tested.is_ok() {
-                    return Ok(device.with_tested_decoder(client));
+                    tested = test_values(client, &device).await;
+                }
+                if tested.is_ok() {
+                    return Ok(device.with_tested_decoder(client).await);
                 }
                 result = tested.map(|()| device);
             }
@@ -77,11 +102,14 @@ impl Capability {
 
     /// Tests the kernels of a decoder, also without sums by planes. A driver that fails keeps its
     /// products.
-    fn with_tested_decoder(self, client: &Client) -> Self {
-        let apart = Self { plane: 1, ..self };
-        let passed = [self, apart].into_iter().find(|device| test_decoder(client, device).is_ok());
+    async fn with_tested_decoder(self, client: &Client) -> Self {
+        for device in [self, Self { plane: 1, ..self }] {
+            if test_decoder(client, &device).await.is_ok() {
+                return device;
+            }
+        }
         let without = self.portable.map(|portable| Portable { decoder: false, ..portable });
-        passed.unwrap_or(Self { portable: without, ..self })
+        Self { portable: without, ..self }
     }
 }
 
@@ -113,7 +141,7 @@ fn upload(client: &Client, packed: &Packed) -> PackedHandles {
 }
 
 /// Compares dequantized values, bit for bit.
-fn test_values(client: &Client, device: &Capability) -> Result<(), Refusal> {
+async fn test_values(client: &Client, device: &Capability) -> Result<(), Refusal> {
     for format in Fp4Format::ALL {
         let packed = weight(format);
         let expected = packed.dequantize();
@@ -122,11 +150,11 @@ fn test_values(client: &Client, device: &Capability) -> Result<(), Refusal> {
             let problem = Problem { view: View::rows(ROWS, COLS), dtype, scheme };
             dequantize(client, device, upload(client, &packed), &problem)
         };
-        let found = read::<f32>(client, dequantized(Dtype::F32)?)?;
+        let found = read::<f32>(client, dequantized(Dtype::F32)?).await?;
         let same = |(found, expected): (&f32, &f32)| found.to_bits() == expected.to_bits();
         check("dequantizing to f32", found.iter().zip(&expected).map(same))?;
         if device.check_portable(Dtype::F16).is_ok() {
-            let found = read::<f16>(client, dequantized(Dtype::F16)?)?;
+            let found = read::<f16>(client, dequantized(Dtype::F16)?).await?;
             let same = |(found, &expected): (&f16, &f32)| {
                 found.to_bits() == f16::from_f32(expected).to_bits()
             };
@@ -137,7 +165,7 @@ fn test_values(client: &Client, device: &Capability) -> Result<(), Refusal> {
 }
 
 /// Compares products with sums in f64, in every dtype, for one row of the input and for several.
-fn test_products(client: &Client, device: &Capability) -> Result<(), Refusal> {
+async fn test_products(client: &Client, device: &Capability) -> Result<(), Refusal> {
     let packed = weight(Fp4Format::NvFp4);
     let dense = packed.dequantize();
     for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
@@ -165,9 +193,9 @@ fn test_products(client: &Client, device: &Capability) -> Result<(), Refusal> {
             };
             let output = planned.run(client, upload(client, &packed), values, None, None)?;
             let found: Vec<f32> = match dtype {
-                Dtype::F32 => read(client, output)?,
-                Dtype::F16 => read::<f16>(client, output)?.iter().map(|x| x.to_f32()).collect(),
-                Dtype::Bf16 => read::<bf16>(client, output)?.iter().map(|x| x.to_f32()).collect(),
+                Dtype::F32 => read(client, output).await?,
+                Dtype::F16 => read::<f16>(client, output).await?.iter().map(|x| x.to_f32()).collect(),
+                Dtype::Bf16 => read::<bf16>(client, output).await?.iter().map(|x| x.to_f32()).collect(),
             };
             let near = |(at, found): (usize, &f32)| {
                 let terms = (0..COLS).map(|k| {
@@ -185,7 +213,7 @@ fn test_products(client: &Client, device: &Capability) -> Result<(), Refusal> {
 }
 
 /// Compares the operations of a decoder with sums in f64. Nothing runs without shared memory.
-fn test_decoder(client: &Client, device: &Capability) -> Result<(), Refusal> {
+async fn test_decoder(client: &Client, device: &Capability) -> Result<(), Refusal> {
     // A vector more than a cube has units.
     const CHANNELS: usize = 4 * 257;
     if device.check_decoder(Dtype::F32).is_err() {
@@ -206,9 +234,9 @@ fn test_decoder(client: &Client, device: &Capability) -> Result<(), Refusal> {
     let squares: f64 = row.iter().map(|&value| f64::from(value).powi(2)).sum();
     let root = (squares / CHANNELS as f64).sqrt();
     let expected = row.iter().map(|&value| f64::from(value) / root);
-    check("a norm", read::<f32>(client, normalized)?.iter().zip(expected).map(near))?;
+    check("a norm", read::<f32>(client, normalized).await?.iter().zip(expected).map(near))?;
     let index = argmax(client, device, upload(&row), form, Dtype::F32)?;
-    check("an argmax", read::<i32>(client, index)?.iter().map(|&index| index == 777))?;
+    check("an argmax", read::<i32>(client, index).await?.iter().map(|&index| index == 777))?;
 
     // The token is in the second tile. RoPE turns by 0.
     let shape =
@@ -246,7 +274,7 @@ fn test_decoder(client: &Client, device: &Capability) -> Result<(), Refusal> {
         };
         (0..head_dim).map(channel).collect::<Vec<_>>()
     });
-    check("attention", read::<f32>(client, output)?.iter().zip(expected).map(near))
+    check("attention", read::<f32>(client, output).await?.iter().zip(expected).map(near))
 }
 
 /// Converts values to a dtype of 16 bits.
@@ -256,9 +284,9 @@ fn halves<T: HostElement>(values: &[f32]) -> Vec<T> {
     halves
 }
 
-fn read<T: CubeElement + Clone>(client: &Client, handle: Handle) -> Result<Vec<T>, Refusal> {
-    match client.read_one(handle) {
-        Ok(bytes) => Ok(T::from_bytes(&bytes).to_vec()),
+async fn read<T: CubeElement + Clone>(client: &Client, handle: Handle) -> Result<Vec<T>, Refusal> {
+    match client.read_async(vec![handle]).await {
+        Ok(bytes) => Ok(T::from_bytes(&bytes[0]).to_vec()),
         Err(error) => Err(Refusal::Failed { error: error.to_string() }),
     }
 }

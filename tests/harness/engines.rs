@@ -171,7 +171,7 @@ pub fn devices() -> Vec<(&'static str, Device, Vec<DType>)> {
         #[cfg(feature = "cpu")]
         ("cpu", Device::cpu(), vec![DType::F32, DType::F16]),
         #[cfg(feature = "wgpu")]
-        ("wgpu", Device::vulkan(burn::tensor::DeviceKind::DefaultDevice), vec![DType::F32]),
+        ("wgpu", Device::wgpu(burn::tensor::DeviceKind::DefaultDevice), vec![DType::F32]),
         #[cfg(feature = "cuda")]
         ("cuda", Device::cuda(0), vec![DType::F32, DType::F16, DType::BF16]),
     ]

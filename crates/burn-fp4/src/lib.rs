@@ -47,7 +47,7 @@ pub use burn_fp4_modules::{
     ReplayError, ReplayParts, ReplayTensors, Sensitivity, SquaredError, Unused, WriteReport,
     checkpoints, ops, policy,
 };
-pub use ops::init;
+pub use ops::{init, init_async};
 pub use ops::search::formats;
 pub use ops::{
     Activations, Admm, BlockOrder, Blocks, DequantizeReason, Draw, E4m3Range, ErrorMetric,

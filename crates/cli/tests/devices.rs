@@ -7,7 +7,7 @@ use tempfile::tempdir;
 
 #[cfg(not(feature = "cuda"))]
 #[test]
-fn a_device_that_is_not_built_is_named_with_the_command_that_builds_it() {
+fn a_device_that_cannot_quantize_is_refused_with_a_remedy() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     let says = ["--device cuda", "cargo install --path crates/cli --features cuda"];
@@ -15,6 +15,8 @@ fn a_device_that_is_not_built_is_named_with_the_command_that_builds_it() {
         fails(folder.path(), &format!("quantize model --device cuda {more}"), 2, &says);
     }
     assert_eq!(names(folder.path()), ["model"]);
+    let says = ["--device wgpu", "round quotients", "leave --device out"];
+    fails(folder.path(), "quantize model --device wgpu --out out", 2, &says);
     // The host needs no feature.
     let said = succeeds(folder.path(), "quantize model --out out --device flex");
     assert!(!said.contains("flex"), "{said}");

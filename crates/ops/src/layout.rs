@@ -291,6 +291,25 @@ pub(crate) fn packed_by_gptq_metadata(
     packed_metadata(values, amax, axis, scheme)
 }
 
+/// Describes the selected rows of [`fp4_select_rows`](crate::Fp4Backend::fp4_select_rows).
+#[cfg(feature = "cube")]
+pub(crate) fn selected_metadata(
+    packed: &Fp4PrimitiveMetadata,
+    rows: &TensorSpec,
+) -> Fp4PrimitiveMetadata {
+    let of_rows = |part: &TensorSpec| {
+        let mut shape = part.shape.clone();
+        shape[0] = rows.shape[0];
+        TensorSpec::new(shape, part.dtype)
+    };
+    let one = packed.tensor_scale.shape.num_elements() == 1;
+    Fp4PrimitiveMetadata {
+        codes: of_rows(&packed.codes),
+        scales: of_rows(&packed.scales),
+        tensor_scale: if one { packed.tensor_scale.clone() } else { of_rows(&packed.tensor_scale) },
+    }
+}
+
 /// Converts the bits of f32 values, in i32, to the values.
 pub(crate) fn from_bits(bits: &TensorData) -> Vec<f32> {
     bits.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect()

@@ -144,6 +144,38 @@ pub fn init() -> Result<(), OpsError> {
     Ok(())
 }
 
+/// Does what [`init`] does, and tests the driver of a device of wgpu without blocking.
+///
+/// Elsewhere the first product tests the driver. A browser cannot wait for the results, so a
+/// program in WebAssembly awaits this first, after Burn's `Device::wgpu_options().init_async()`.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_fp4_ops::init_async;
+///
+/// # fn wait<F: Future<Output = Result<(), burn_fp4_ops::OpsError>>>(future: F) -> F::Output {
+/// #     burn::tensor::read_sync(future)
+/// # }
+/// let device = Device::flex(); // in a browser `Device::wgpu_options().init_async().await?`
+/// let program = async { init_async(&device).await };
+/// # wait(program)?;
+/// # Ok::<(), burn_fp4_ops::OpsError>(())
+/// ```
+///
+/// # Errors
+/// As [`init`]. [`OpsError::Device`] if the driver's results differ from the host's: tensor
+/// operations and the CPU then do the work, which in a browser panics.
+pub async fn init_async(device: &Device) -> Result<(), OpsError> {
+    init()?;
+    #[cfg(feature = "cube")]
+    devices::cube::device::test_driver(device)
+        .await
+        .map_err(|refusal| OpsError::Device(refusal.to_string()))?;
+    #[cfg(not(feature = "cube"))]
+    let _ = device;
+    Ok(())
+}
+
 /// Returns true if layers with packed weights on this device can multiply straight from the codes.
 /// See [`init`], and [`matmul_path`] for a single weight.
 #[must_use]

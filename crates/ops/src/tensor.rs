@@ -446,14 +446,9 @@ impl Fp4Tensor<2> {
     /// are on another device, [`OpsError::TooLarge`] for too many values.
     pub fn select_rows(&self, rows: Tensor<1, Int>) -> Result<Self, OpsError> {
         let layout = self.layout_of_rows(&rows)?;
-        let by_row = self.tensor_scale.dims() != [1];
-        let tensor_scale = self.tensor_scale.clone();
-        Ok(Self {
-            codes: self.codes.clone().select(0, rows.clone()),
-            scales: self.scales.clone().select(0, rows.clone()),
-            tensor_scale: if by_row { tensor_scale.select(0, rows) } else { tensor_scale },
-            layout,
-        })
+        let (packed, _) = self.clone().into_primitive();
+        let selected = Dispatch::fp4_select_rows(packed, rows.into_dispatch());
+        Ok(Self::from_primitive(selected, layout))
     }
 
     /// Returns the layout of the rows at indices of any rank.

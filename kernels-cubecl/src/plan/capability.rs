@@ -113,9 +113,9 @@ pub enum Decoding {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Portable {
-    /// True if buffers hold f16.
+    /// True if kernels take buffers of f16; false in WGSL.
     pub f16: bool,
-    /// True if buffers hold bf16.
+    /// True if they take buffers of bf16; false in WGSL.
     pub bf16: bool,
     /// True if a plane of 32 units multiplies 16 x 16 matrices of f16, with sums in f32.
     pub cmma_f16: bool,
@@ -125,19 +125,22 @@ pub struct Portable {
     pub decoder: bool,
     /// Largest number of units of a cube.
     pub units: u32,
-    /// Bytes of shared memory of a cube; 0 on software rasterizers such as Mesa's lavapipe. CubeCL
-    /// 0.11 compiles shared memory to invalid SPIR-V for drivers without
+    /// Bytes of shared memory of a cube; 0 for SPIR-V on software rasterizers such as Mesa's
+    /// lavapipe. CubeCL 0.11 compiles shared memory to invalid SPIR-V for drivers without
     /// `VK_KHR_workgroup_memory_explicit_layout`, which crash on it. Drivers of graphics cards have
-    /// the extension.
+    /// the extension, and WGSL needs none.
     pub shared_memory: usize,
 }
 
 impl Portable {
-    /// Reads the limits of a device with planes of this size.
-    fn of(properties: &DeviceProperties, plane: u32) -> Self {
+    /// Reads the limits of a device with planes of this size, by the name of its runtime.
+    fn of(properties: &DeviceProperties, plane: u32, runtime: &str) -> Self {
+        let (spirv, wgsl) = (runtime.contains("spirv"), runtime.contains("wgsl"));
+        // CubeCL 0.11 writes two halves of a word as `bitcast<vec2<f16>>`, which wgpu's own compiler
+        // of WGSL (naga 30) does not take.
         let holds = |kind| {
             let usage = properties.type_usage(ElemType::Float(kind));
-            usage.contains(TypeUsage::Buffer)
+            usage.contains(TypeUsage::Buffer) && !wgsl
         };
         let multiplies = |half| {
             let (half, full) = (ElemType::Float(half), ElemType::Float(FloatKind::F32));
@@ -153,8 +156,8 @@ impl Portable {
             decoder: true,
             units: properties.hardware.max_units_per_cube,
             shared_memory: match properties.identity.physical {
-                Some(_) => properties.hardware.max_shared_memory_size,
-                None => 0,
+                None if spirv => 0,
+                _ => properties.hardware.max_shared_memory_size,
             },
         }
     }
@@ -208,7 +211,7 @@ impl Capability {
         // The names are `wgpu<spirv>`, `wgpu<msl>` and `wgpu<wgsl>`.
         let wgpu = client.name().starts_with("wgpu");
         let plane = if planes { hardware.plane_size_min } else { 1 };
-        let portable = wgpu.then(|| Portable::of(properties, plane));
+        let portable = wgpu.then(|| Portable::of(properties, plane, client.name()));
         Self {
             plane,
             // Four cubes per multiprocessor, so that several loads of 16 bytes per unit are in

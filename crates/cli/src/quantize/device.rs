@@ -16,6 +16,9 @@ pub(super) enum Device {
     Cuda,
     /// The kernels for GPUs on the CPU, if fp4 is built with the feature `cpu`: slow, for tests.
     CpuRuntime,
+    /// Refused, with the reason.
+    #[value(hide = true)]
+    Wgpu,
 }
 
 impl Device {
@@ -25,13 +28,14 @@ impl Device {
             Self::Flex => "flex",
             Self::Cuda => "cuda",
             Self::CpuRuntime => "cpu-runtime",
+            Self::Wgpu => "wgpu",
         }
     }
 
     /// The feature of this package that builds what it needs.
     const fn feature(self) -> &'static str {
         match self {
-            Self::Flex => "default",
+            Self::Flex | Self::Wgpu => "default",
             Self::Cuda => "cuda",
             Self::CpuRuntime => "cpu",
         }
@@ -44,5 +48,12 @@ impl Device {
             self.feature()
         );
         CliError::Device { device: self.name(), problem }
+    }
+
+    /// The error of a device whose kernels do not quantize.
+    pub(super) fn inexact(self) -> CliError {
+        let problem = "its drivers may round quotients otherwise than the reference; leave \
+                       --device out, and the CPU quantizes";
+        CliError::Device { device: self.name(), problem: problem.to_owned() }
     }
 }

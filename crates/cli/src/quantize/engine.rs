@@ -31,6 +31,7 @@ impl Engine {
     pub(super) fn open(device: Device) -> Result<Self, CliError> {
         match device {
             Device::Flex => Ok(Self::Host),
+            Device::Wgpu => Err(device.inexact()),
             #[cfg(any(feature = "cpu", feature = "cuda"))]
             Device::Cuda | Device::CpuRuntime => Ok(Self::Kernels(Kernels::open(device)?)),
             #[cfg(not(any(feature = "cpu", feature = "cuda")))]

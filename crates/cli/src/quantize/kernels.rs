@@ -65,7 +65,7 @@ impl Kernels {
     pub(super) fn open(device: Device) -> Result<Self, CliError> {
         let found = match device {
             Device::Cuda => cubecl::Device::cuda(0),
-            Device::Flex | Device::CpuRuntime => cubecl::Device::cpu(),
+            Device::Flex | Device::CpuRuntime | Device::Wgpu => cubecl::Device::cpu(),
         };
         let found = found.map_err(|unavailable| match unavailable {
             DeviceUnavailable::NotLinked(_) => device.not_built(),

@@ -8,7 +8,7 @@ use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, binary, unary};
-use burn::backend::tensor::FloatTensor;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, AutodiffBackend, TensorMetadata};
 use burn::tensor::FloatDType;
 use burn_fp4_search::host::DequantTarget;
@@ -222,6 +222,10 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         Self::from_inner(B::fp4_dequantize(inner(packed), layout, dtype))
+    }
+
+    fn fp4_select_rows(packed: Fp4Primitive<Self>, rows: IntTensor<Self>) -> Fp4Primitive<Self> {
+        outer(B::fp4_select_rows(inner(packed), rows))
     }
 
     fn fp4_matmul(

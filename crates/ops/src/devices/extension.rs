@@ -12,7 +12,7 @@
 use core::fmt::Debug;
 use std::sync::Arc;
 
-use burn::backend::tensor::FloatTensor;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, DispatchDevice, DispatchTensor, TensorMetadata, backend_extension};
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
@@ -30,7 +30,7 @@ use crate::layout::{Fp4Layout, Fp4Primitive};
 #[cfg(feature = "cube")]
 use crate::layout::{
     amax_shape, packed_by_gptq_metadata, packed_by_importance_metadata, packed_metadata,
-    product_shape, reduced_shape,
+    product_shape, reduced_shape, selected_metadata,
 };
 use crate::saturated::Saturated;
 use crate::train::product::{Quantizer, forward};
@@ -123,6 +123,15 @@ pub trait Fp4Backend: Backend {
         let axis = layout.axis;
         let values = Self::fp4_dequantize(packed, layout.of_codes(), FloatDType::F32);
         Self::float_cast(Self::fp4_hadamard(values, axis, hadamard, true), dtype)
+    }
+
+    /// Selects the rows at indices `[n]` of a tensor packed along its last axis.
+    #[fusion(meta = selected_metadata)]
+    fn fp4_select_rows(
+        #[extension_type] packed: Fp4Primitive<Self>,
+        rows: IntTensor<Self>,
+    ) -> Fp4Primitive<Self> {
+        dequantize::select_rows::<Self>(packed, rows)
     }
 
     /// Multiplies an input `[M, K]` by a weight `[K, N]` packed along its first axis, in the dtype
@@ -275,7 +284,8 @@ pub trait Fp4Backend: Backend {
         #[extension_type] packed: Fp4Primitive<Self>,
         layout: Fp4Layout,
     ) -> FloatTensor<Self> {
-        dequantize::squared_error::<Self>(values, packed, layout, Self::fp4_deterministic_sum)
+        let dense = Self::fp4_dequantize(packed, layout, FloatDType::F32);
+        dequantize::squared_error::<Self>(values, dense, Self::fp4_deterministic_sum)
     }
 }
 

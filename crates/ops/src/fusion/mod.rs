@@ -36,7 +36,7 @@ use burn::backend::fusion::{FuserProperties, FuserStatus, OperationFuser};
 use burn::backend::ir::{
     BinaryOpIr, CustomOpIr, MatmulOpIr, OperationIr, ScalarIr, SelectOpIr, TensorIr,
 };
-use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{Device, FloatDType, Shape};
 use burn_backend::StreamId;
 use burn_cubecl::fusion::{
@@ -388,14 +388,7 @@ impl FusedProduct {
         let layout = layout(context, dequantize)?.of_rows(output.shape[0]).ok()?;
         self.pattern.reshapes.iter().for_each(|reshape| fallback(reshape.at).run(context));
         let rows = int(context, &select.indices);
-        let Fp4Primitive { codes, scales, tensor_scale } = packed(context, dequantize);
-        let gather = |part: CubeTensor| CubeBackend::int_select(part, 0, rows.clone());
-        let by_row = tensor_scale.meta.num_elements() > 1;
-        let packed = Fp4Primitive {
-            codes: gather(codes),
-            scales: gather(scales),
-            tensor_scale: if by_row { gather(tensor_scale) } else { tensor_scale },
-        };
+        let packed = CubeBackend::fp4_select_rows(packed(context, dequantize), rows);
         let values = CubeBackend::fp4_dequantize(packed, layout, FloatDType::from(output.dtype));
         context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
         Some(())

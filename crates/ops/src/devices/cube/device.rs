@@ -4,7 +4,7 @@
 //! dequantize, multiply and run the other operations of a decoder by kernels, if their driver
 //! passes a self-test: these do not depend on the order of a sum, nor on subnormals.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use burn::tensor::{DType, Device, Shape};
 use burn_backend::cubecl::dtype_to_storage_type;
@@ -12,6 +12,8 @@ use burn_cubecl::CubeDevice;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::cubecl::client::Client;
+use burn_fp4_cubecl::cubecl::features::TypeUsage;
+use burn_fp4_cubecl::cubecl::ir::{ElemType, UIntKind};
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::cubecl::std::tensor::copy_into;
 use burn_fp4_cubecl::{Capability, Dtype, Refusal};
@@ -23,6 +25,12 @@ use burn_fp4_search::host::View;
 /// work, which round once each, or the CPU.
 pub(crate) fn has_kernels(device: &CubeDevice) -> bool {
     matches!(device, CubeDevice::Cuda(_) | CubeDevice::Cpu(_))
+}
+
+/// Returns true if tensor operations of a device take bytes. WGSL has none in memory: there tensors
+/// of bytes can be uploaded, read back and given to kernels, and nothing else.
+pub(super) fn computes_with_bytes(client: &Client) -> bool {
+    client.properties().type_usage(ElemType::UInt(UIntKind::U8)).contains(TypeUsage::Buffer)
 }
 
 /// Returns the Cube device behind a device.
@@ -48,26 +56,62 @@ pub(crate) fn with_products(device: &Device) -> Option<CubeDevice> {
     cube_device(device).filter(may_multiply)
 }
 
+/// What the tests of drivers found.
+struct Tested(Vec<(CubeDevice, Result<Capability, Refusal>)>);
+
+impl Tested {
+    fn get(&self, device: &CubeDevice) -> Option<Result<Capability, Refusal>> {
+        self.0.iter().find(|(known, _)| known == device).map(|(_, found)| found.clone())
+    }
+}
+
+fn tested() -> MutexGuard<'static, Tested> {
+    static TESTED: Mutex<Tested> = Mutex::new(Tested(Vec::new()));
+    TESTED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Returns the capability of a device whose kernels dequantize and multiply. The first call for a
-/// device of wgpu tests its driver, and waits for the results.
+/// device of wgpu tests its driver, and waits for the results, which a browser cannot: there
+/// [`test_driver`] comes first.
 ///
 /// # Errors
 /// The reason why the driver is not trusted.
 pub(crate) fn capability(device: &CubeDevice, client: &Client) -> Result<Capability, Refusal> {
-    static TESTED: Mutex<Vec<(CubeDevice, Result<Capability, Refusal>)>> = Mutex::new(Vec::new());
     if !may_multiply(device) {
         return Err(Refusal::Device { lacks: "has no kernels" });
     }
     if has_kernels(device) {
         return Ok(Capability::of(client));
     }
-    let mut tested = TESTED.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, found)) = tested.iter().find(|(known, _)| known == device) {
-        return found.clone();
+    let mut tested = tested();
+    if let Some(found) = tested.get(device) {
+        return found;
+    }
+    if cfg!(target_family = "wasm") {
+        return Err(Refusal::Device { lacks: "was not tested; await burn_fp4::init_async first" });
     }
     let found = Capability::tested(client);
-    tested.push((device.clone(), found.clone()));
+    tested.0.push((device.clone(), found.clone()));
     found
+}
+
+/// Tests the driver of a device of wgpu, if it was not; [`capability`] has the result.
+///
+/// # Errors
+/// The reason why the driver is not trusted.
+pub(crate) async fn test_driver(device: &Device) -> Result<(), Refusal> {
+    let on_wgpu = |device: &CubeDevice| may_multiply(device) && !has_kernels(device);
+    let Some(device) = cube_device(device).filter(on_wgpu) else { return Ok(()) };
+    let known = tested().get(&device);
+    let found = match known {
+        Some(found) => found,
+        None => {
+            let found = Capability::tested_async(&device.client()).await;
+            tested().0.push((device, found.clone()));
+            found
+        }
+    };
+    found.map(|_| ())
 }
 
 /// Returns the capability of a device that runs the operations of a decoder by kernels in a dtype.

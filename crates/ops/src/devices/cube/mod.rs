@@ -22,8 +22,8 @@ use core::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
-use burn::backend::tensor::FloatTensor;
-use burn::tensor::{DType, FloatDType, Shape, TensorData};
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::tensor::{DType, FloatDType, IntDType, Shape, TensorData};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
@@ -31,13 +31,13 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     Activations, Capability, Dtype, Hessians, Matmul, PackedHandles, Problem, Refusal,
-    quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
+    gather_rows, quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::host::{DequantTarget, View};
 use burn_fp4_search::squares::SUMS;
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
-use self::device::{capability, contiguous, has_kernels, kernel_dtype, output_tensor, writable};
+use self::device::{capability, computes_with_bytes, contiguous, has_kernels, kernel_dtype, output_tensor, writable};
 use self::matmul::{DENSE, FUSED, GROUPS, handles, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
@@ -189,7 +189,7 @@ impl Fp4Backend for CubeBackend {
         scheme: Fp4Scheme,
     ) -> Fp4Primitive<Self> {
         if !has_kernels(&values.device) {
-            return match divides_exactly(&values.device) {
+            return match computes_with_bytes(&values.client) && divides_exactly(&values.device) {
                 true => portable::quantize::<Self>(values, amax, axis, scheme),
                 false => portable::quantize_on_host::<Self>(values, amax, axis, scheme),
             };
@@ -282,7 +282,10 @@ impl Fp4Backend for CubeBackend {
         }
         let like = packed.codes.clone();
         let Ok(device) = capability(&like.device, &like.client) else {
-            return portable::dequantize::<Self>(packed, layout, dtype);
+            return match computes_with_bytes(&like.client) {
+                true => portable::dequantize::<Self>(packed, layout, dtype),
+                false => portable::on_host::dequantize::<Self>(packed, layout, dtype),
+            };
         };
         let dtype = DType::from(dtype);
         let problem =
@@ -292,9 +295,36 @@ impl Fp4Backend for CubeBackend {
             Ok(values) => output_tensor(&like, values, layout.shape.into(), dtype),
             // A wgpu device without buffers of the dtype.
             Err(Refusal::Device { .. }) => {
-                portable::dequantize::<Self>(packed, layout, FloatDType::from(dtype))
+                let values = Self::fp4_dequantize(packed, layout, FloatDType::F32);
+                Self::float_cast(values, FloatDType::from(dtype))
             }
             Err(refusal) => panic!("{CHECKED}: {refusal}"),
+        }
+    }
+
+    fn fp4_select_rows(packed: Fp4Primitive<Self>, rows: IntTensor<Self>) -> Fp4Primitive<Self> {
+        if computes_with_bytes(&packed.codes.client) {
+            return portable::select_rows::<Self>(packed, rows);
+        }
+        let indices = into_contiguous(Self::int_cast(rows.clone(), IntDType::I32));
+        let [count] = indices.meta.shape()[..] else { unreachable!("{CHECKED}") };
+        let gather = |part: CubeTensor| {
+            let part = into_contiguous(part);
+            let [rows, cols] = part.meta.shape()[..] else { unreachable!("{CHECKED}") };
+            let (device, indices) = (Capability::of(&part.client), indices.handle.clone());
+            let bytes = part.handle.clone();
+            let gathered =
+                gather_rows(&part.client, &device, bytes, [rows, cols], indices, count);
+            output_tensor(&part, gathered.expect(CHECKED), Shape::new([count, cols]), part.dtype)
+        };
+        let by_row = packed.tensor_scale.meta.num_elements() > 1;
+        Fp4Primitive {
+            codes: gather(packed.codes),
+            scales: gather(packed.scales),
+            tensor_scale: match by_row {
+                true => Self::int_select(packed.tensor_scale, 0, rows),
+                false => packed.tensor_scale,
+            },
         }
     }
 

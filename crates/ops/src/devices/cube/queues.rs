@@ -19,7 +19,7 @@ use burn_backend::{
     DeviceHandle, DeviceId, DeviceService, DeviceServiceStage, ServerUtilitiesHandle,
 };
 use burn_cubecl::{CubeBackend, CubeDevice};
-#[cfg(feature = "wgpu")]
+#[cfg(any(feature = "vulkan", feature = "metal", feature = "webgpu"))]
 use burn_fp4_cubecl::cubecl::device::{WgpuBackend, WgpuDevice};
 
 use super::device::cube_device;
@@ -73,8 +73,12 @@ pub(crate) fn register() {
             CubeDevice::Cpu(Default::default()),
             #[cfg(feature = "wgpu")]
             CubeDevice::Wgpu(Default::default()),
-            #[cfg(feature = "wgpu")]
+            #[cfg(feature = "vulkan")]
             CubeDevice::Wgpu(WgpuDevice::default().on(WgpuBackend::Vulkan)),
+            #[cfg(feature = "metal")]
+            CubeDevice::Wgpu(WgpuDevice::default().on(WgpuBackend::Metal)),
+            #[cfg(feature = "webgpu")]
+            CubeDevice::Wgpu(WgpuDevice::default().on(WgpuBackend::WebGpu)),
         ];
         let handles = |device: CubeDevice| {
             let device = device.to_id();

@@ -49,7 +49,8 @@ pub fn squared_error<B: Fp4Backend>(
     packed: Fp4Primitive<B>,
     layout: Fp4Layout,
 ) -> FloatTensor<B> {
-    dequantize::squared_error::<B>(values, packed, layout, B::fp4_deterministic_sum)
+    let dense = B::fp4_dequantize(packed, layout, FloatDType::F32);
+    dequantize::squared_error::<B>(values, dense, B::fp4_deterministic_sum)
 }
 
 /// [`Fp4Backend::fp4_add_gram`] with the products of the device.

@@ -1,6 +1,6 @@
 //! Dequantization by tensor operations, and squared errors.
 
-use burn::backend::tensor::FloatTensor;
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_or_init_device_settings};
 use burn::tensor::{DType, FloatDType, Shape, bf16, f16};
 use burn_fp4_search::formats::{E2M1_VALUES, Fp4Format};
@@ -18,11 +18,6 @@ pub fn dequantize<B: Backend>(
     layout: Fp4Layout,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
-    let rows = dequantize_rows(packed, &layout);
-    from_rows(rows, &layout.shape, layout.axis, dtype)
-}
-
-fn dequantize_rows<B: Backend>(packed: Fp4Primitive<B>, layout: &Fp4Layout) -> Floats<B> {
     let [rows, half_cols] = layout.codes_shape();
     let [_, blocks] = layout.scales_shape();
     let int = get_or_init_device_settings::<B>(&packed.codes.device()).int_dtype;
@@ -34,7 +29,21 @@ fn dequantize_rows<B: Backend>(packed: Fp4Primitive<B>, layout: &Fp4Layout) -> F
     let codes = Floats::<B>(B::int_into_float(codes, FloatDType::F32));
     let elements = codes.look_up(&E2M1_VALUES).reshape(&[rows, blocks, layout.block_size]);
     let scales = Floats::<B>(B::int_into_float(B::int_cast(packed.scales, int), FloatDType::F32));
-    restore(&elements, &scales, &from_bits(packed.tensor_scale), layout.format)
+    let rows = restore(&elements, &scales, &from_bits(packed.tensor_scale), layout.format);
+    from_rows(rows, &layout.shape, layout.axis, dtype)
+}
+
+/// [`fp4_select_rows`](crate::Fp4Backend::fp4_select_rows) by tensor operations.
+pub fn select_rows<B: Backend>(packed: Fp4Primitive<B>, rows: IntTensor<B>) -> Fp4Primitive<B> {
+    let by_row = packed.tensor_scale.shape().num_elements() > 1;
+    Fp4Primitive {
+        codes: B::int_select(packed.codes, 0, rows.clone()),
+        scales: B::int_select(packed.scales, 0, rows.clone()),
+        tensor_scale: match by_row {
+            true => B::int_select(packed.tensor_scale, 0, rows),
+            false => packed.tensor_scale,
+        },
+    }
 }
 
 /// Computes `(element x block scale) x tensor scale`, `[rows, cols]`.
@@ -50,13 +59,13 @@ pub(super) fn restore<B: Backend>(
     elements.mul(&scales).mul(&tensor_scale).reshape(&[rows, blocks * block_size])
 }
 
-/// [`fp4_squared_error`](crate::Fp4Backend::fp4_squared_error) with the device's
+/// Computes [`fp4_squared_error`](crate::Fp4Backend::fp4_squared_error) of dequantized values in
+/// f32, with the device's
 /// [`fp4_deterministic_sum`](crate::Fp4Backend::fp4_deterministic_sum), so that reports are the
 /// same in every run.
 pub(crate) fn squared_error<B: Backend>(
     values: FloatTensor<B>,
-    packed: Fp4Primitive<B>,
-    layout: Fp4Layout,
+    dense: FloatTensor<B>,
     sum_dim: fn(FloatTensor<B>, usize, bool) -> FloatTensor<B>,
 ) -> FloatTensor<B> {
     let overflow = match values.dtype() {
@@ -64,8 +73,8 @@ pub(crate) fn squared_error<B: Backend>(
         DType::BF16 => bf16::OVERFLOW,
         _ => f32::OVERFLOW,
     };
-    let values = rows::<B>(values, layout.axis);
-    let dense = dequantize_rows(packed, &layout);
+    let last = values.shape().num_dims() - 1;
+    let [values, dense] = [values, dense].map(|values| rows::<B>(values, last));
     let dense = dense.or_where(dense.abs().at_least(overflow), f32::INFINITY);
     let sum = |terms: Floats<B>| {
         let of_rows = sum_dim(terms.0, 1, false);

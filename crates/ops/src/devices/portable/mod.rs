@@ -24,7 +24,7 @@ mod tensor_scale;
 mod tiles;
 
 pub use composed::{add_gram, dequantize_transformed, matmul, squared_error, transformed_input};
-pub use dequantize::dequantize;
+pub use dequantize::{dequantize, select_rows};
 pub use hadamard::hadamard;
 pub use on_host::{quantize_by_importance, quantize_gptq, quantize_on_host};
 pub use quantize::{amax, fake_quantize, quantize};

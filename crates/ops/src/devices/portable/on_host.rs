@@ -53,6 +53,20 @@ pub fn quantize_by_importance<B: Backend>(
     upload::<B>(packed.expect(CHECKED), &device)
 }
 
+/// [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize), on the host.
+pub(crate) fn dequantize<B: Backend>(
+    packed: Fp4Primitive<B>,
+    layout: Fp4Layout,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let device = packed.codes.device();
+    let packed = packed_on_host::<B>(packed, &layout);
+    let mut values = vec![0.0; layout.shape.iter().product()];
+    burn_fp4_search::host::dequantize((&packed).into(), layout.view(), &mut values).expect(CHECKED);
+    let values = TensorData::new(values, layout.shape.clone());
+    B::float_cast(B::float_from_data(values, &device), dtype)
+}
+
 /// [`fp4_quantize_gptq`](crate::Fp4Backend::fp4_quantize_gptq), on the host.
 pub fn quantize_gptq<B: Backend>(
     values: FloatTensor<B>,

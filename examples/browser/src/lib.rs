@@ -1,0 +1,77 @@
+//! A layer with FP4 weights in a browser: quantized in WebAssembly with the bits of the reference,
+//! multiplied by a kernel through WebGPU.
+//!
+//! A browser cannot wait for a GPU. So the layer is quantized on Burn's CPU device and moved, the
+//! driver is tested by [`init_async`], and outputs are read by `into_data_async`.
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Distribution, Tensor};
+use burn_fp4::prelude::*;
+use burn_fp4::{init_async, ops};
+use wasm_bindgen::prelude::*;
+
+/// Input and output channels of the layer.
+const CHANNELS: usize = 2048;
+/// Products between two readings of the clock.
+const PRODUCTS: usize = 50;
+
+/// Quantizes a layer, multiplies on the GPU and compares with the CPU; what it found, for a person.
+///
+/// # Errors
+/// Burn's or ours, if the browser has no WebGPU, or its driver fails the self-test.
+#[wasm_bindgen]
+pub async fn run() -> Result<String, JsError> {
+    console_error_panic_hook::set_once();
+    let gpu = Device::wgpu_options().init_async().await?;
+    init_async(&gpu).await?;
+
+    let mut lines = Vec::new();
+    let cpu = Device::flex();
+    let layer = LinearConfig::new(CHANNELS, CHANNELS).with_bias(false).init(&cpu);
+    for config in [Fp4Config::nvfp4(), Fp4Config::mxfp4()] {
+        let mut packed = layer.clone();
+        let start = now();
+        let report = packed.quantize_fp4(&config)?;
+        lines.push(format!("{} in {:.0} ms", report.to_string().trim_end(), now() - start));
+
+        let input = Tensor::<2>::random([1, CHANNELS], Distribution::Default, &cpu);
+        let expected = packed.forward(input.clone()).into_data_async().await?;
+        let packed = packed.to_device(&gpu);
+        let input = Tensor::<2>::from_data(input.into_data_async().await?, &gpu);
+        let found = packed.forward(input.clone()).into_data_async().await?;
+        let differences = found.iter::<f32>().zip(expected.iter::<f32>()).map(|(a, b)| (a - b).abs());
+        let largest = expected.iter::<f32>().fold(0.0, |most: f32, value| most.max(value.abs()));
+        let difference = differences.fold(0.0, f32::max) / largest;
+        lines.push(format!("largest difference from the CPU: {difference:.1e} of the largest output"));
+        if difference > 1e-5 {
+            return Err(JsError::new(&lines.join("\n")));
+        }
+        lines.push(format!("FP4 product: {:.2} ms", time(&packed, input.clone()).await?));
+        if ops::fused_products().dense > 0 {
+            return Err(JsError::new("a product dequantized its weight"));
+        }
+    }
+    let dense = layer.to_device(&gpu);
+    let input = Tensor::<2>::ones([1, CHANNELS], &gpu);
+    lines.push(format!("dense f32 product: {:.2} ms", time(&dense, input).await?));
+    Ok(lines.join("\n"))
+}
+
+/// Measures the mean time of a product in milliseconds.
+async fn time(layer: &Linear, input: Tensor<2>) -> Result<f64, JsError> {
+    // Compiles, and lets Burn choose a kernel.
+    layer.forward(input.clone()).into_data_async().await?;
+    let start = now();
+    let mut output = layer.forward(input.clone());
+    for _ in 1..PRODUCTS {
+        output = layer.forward(input.clone());
+    }
+    output.into_data_async().await?;
+    Ok((now() - start) / PRODUCTS as f64)
+}
+
+/// Returns the time of the browser in milliseconds.
+fn now() -> f64 {
+    js_sys::Date::now()
+}

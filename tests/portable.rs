@@ -6,7 +6,7 @@
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::{
     Capability, Decoding, Dtype as KernelDtype, Matmul, MatmulPlan, PackedHandles, Portable,
-    Problem, Refusal, cubecl, dequantize,
+    Problem, Refusal, cubecl, dequantize, gather_rows,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale};
 use burn_fp4_search::host::View;
@@ -266,4 +266,42 @@ fn devices_that_lack_what_kernels_need_are_refused() {
     assert!(many.plan(&small).expect("a plan").is_some());
     let other = Capability { portable: None, ..device.capability };
     assert!(matches!(matmul.portable_gemv(&other), Err(Refusal::Device { .. })));
+}
+
+#[test]
+fn rows_of_any_length_are_gathered() {
+    use cubecl::prelude::CubeElement;
+
+    let client = cubecl::Device::default().client();
+    let device = Capability::of(&client);
+    let mut random = Random::new(31);
+    for (rows, row_bytes) in [(1, 1), (3, 2), (7, 3), (5, 4), (300, 6), (40, 36), (2, 1024)] {
+        let bytes: Vec<_> = (0..rows * row_bytes).map(|_| random.below(256) as u8).collect();
+        for count in [0, 1, 2, 333] {
+            // One index beyond the end: the last row.
+            let indices: Vec<_> = (0..count).map(|_| random.below(rows + 1) as i32).collect();
+            let expected: Vec<_> = indices
+                .iter()
+                .flat_map(|&index| {
+                    let row = (index as usize).min(rows - 1);
+                    bytes[row * row_bytes..(row + 1) * row_bytes].to_vec()
+                })
+                .collect();
+            let mut padded = bytes.clone();
+            padded.resize(bytes.len().next_multiple_of(4), 0xAB);
+            let [from, at] = [&padded[..], i32::as_bytes(&indices)].map(|bytes| {
+                // Memory has at least a word.
+                client.create_from_slice(if bytes.is_empty() { &[0; 4] } else { bytes })
+            });
+            let found = gather_rows(&client, &device, from, [rows, row_bytes], at, count);
+            let found = client.read_one_unchecked(found.expect("memory of these lengths"));
+            assert_eq!(found[..expected.len()], expected, "{rows} x {row_bytes}, {count}");
+        }
+    }
+    let (bytes, at) = (client.empty(4), client.empty(4));
+    let short = gather_rows(&client, &device, bytes.clone(), [2, 4], at.clone(), 1);
+    assert!(matches!(short, Err(Refusal::Memory { what: "bytes", .. })));
+    let short = gather_rows(&client, &device, bytes.clone(), [1, 4], at.clone(), 2);
+    assert!(matches!(short, Err(Refusal::Memory { what: "indices", .. })));
+    assert!(gather_rows(&client, &device, bytes, [0, 4], at, 1).is_err());
 }

@@ -194,8 +194,12 @@ async fn test_products(client: &Client, device: &Capability) -> Result<(), Refus
             let output = planned.run(client, upload(client, &packed), values, None, None)?;
             let found: Vec<f32> = match dtype {
                 Dtype::F32 => read(client, output).await?,
-                Dtype::F16 => read::<f16>(client, output).await?.iter().map(|x| x.to_f32()).collect(),
-                Dtype::Bf16 => read::<bf16>(client, output).await?.iter().map(|x| x.to_f32()).collect(),
+                Dtype::F16 => {
+                    read::<f16>(client, output).await?.iter().map(|x| x.to_f32()).collect()
+                }
+                Dtype::Bf16 => {
+                    read::<bf16>(client, output).await?.iter().map(|x| x.to_f32()).collect()
+                }
             };
             let near = |(at, found): (usize, &f32)| {
                 let terms = (0..COLS).map(|k| {

@@ -152,26 +152,26 @@ fn zero_kernel(result: &mut [u32], count: u32) {
     }
 }
 
-/// Returns the largest of a magnitude and the magnitudes of a vector.
+/// Returns the largest of the bits of a magnitude and those of a vector.
 #[cube]
 fn larger<E: Int, N: Size>(
-    largest: f32,
+    largest: u32,
     values: Vector<E, N>,
     #[comptime] thread_tile: ThreadTile,
-) -> f32 {
+) -> u32 {
     let mut largest = largest;
     #[unroll]
     for index in 0..thread_tile.vector {
-        largest = max_nan(largest, widen::<E, N>(values, index, thread_tile).abs());
+        largest = max(largest, magnitude_bits(widen::<E, N>(values, index, thread_tile)));
     }
     largest
 }
 
 /// Returns the bits of a magnitude. They order like magnitudes, with NaN above all, so that an
-/// integer maximum finds the largest.
+/// integer maximum finds the largest, also where drivers flush subnormals.
 #[cube]
-fn magnitude_bits(magnitude: f32) -> u32 {
-    u32::reinterpret(magnitude) & 0x7FFF_FFFFu32
+fn magnitude_bits(value: f32) -> u32 {
+    u32::reinterpret(value) & 0x7FFF_FFFFu32
 }
 
 /// Returns the largest bits in a plane.
@@ -190,7 +190,7 @@ fn amax_kernel<E: Int, N: Size>(
     #[comptime] plane: u32,
 ) {
     let stride = CUBE_COUNT as u32 * CUBE_DIM;
-    let mut largest = 0.0f32.runtime();
+    let mut largest = 0u32.runtime();
     let last = count - 1;
     let mut at = ABSOLUTE_POS as u32;
     // Four loads are in flight at once. At the end the last vector stands in for missing ones.
@@ -205,7 +205,7 @@ fn amax_kernel<E: Int, N: Size>(
         largest = larger::<E, N>(largest, fourth, thread_tile);
         at += 4 * stride;
     }
-    let of_plane = largest_of_plane(magnitude_bits(largest), plane);
+    let of_plane = largest_of_plane(largest, plane);
     let lane = ABSOLUTE_POS as u32 % plane;
     if lane == 0u32 {
         result[0].fetch_max(of_plane);
@@ -226,13 +226,13 @@ fn row_amax_kernel<E: Int, N: Size>(
     let lane = ABSOLUTE_POS as u32 % plane;
     let mut row = ABSOLUTE_POS as u32 / plane;
     while row < rows {
-        let mut largest = 0.0f32.runtime();
+        let mut largest = 0u32.runtime();
         let mut at = lane;
         while at < vectors {
             largest = larger::<E, N>(largest, values[(row * vectors + at) as usize], thread_tile);
             at += plane;
         }
-        let of_row = largest_of_plane(magnitude_bits(largest), plane);
+        let of_row = largest_of_plane(largest, plane);
         if lane == 0u32 {
             result[row as usize] = of_row;
         }
@@ -258,22 +258,22 @@ fn column_amax_kernel<E: Int, N: Size>(
     let column = item % columns;
     let outer = item / columns / chunks;
     let start = item / columns % chunks * COLUMN_CHUNK;
-    let mut largest = Array::<f32>::new(comptime!(thread_tile.vector as usize));
+    let mut largest = Array::<u32>::new(comptime!(thread_tile.vector as usize));
     #[unroll]
     for index in 0..thread_tile.vector {
-        largest[index as usize] = 0.0f32;
+        largest[index as usize] = 0u32;
     }
     for k in start..min(start + COLUMN_CHUNK, axis) {
         let loaded = values[((outer * axis + k) * columns + column) as usize];
         #[unroll]
         for index in 0..thread_tile.vector {
-            let value = widen::<E, N>(loaded, index, thread_tile).abs();
-            largest[index as usize] = max_nan(largest[index as usize], value);
+            let bits = magnitude_bits(widen::<E, N>(loaded, index, thread_tile));
+            largest[index as usize] = max(largest[index as usize], bits);
         }
     }
     #[unroll]
     for index in 0..thread_tile.vector {
         let row = (outer * columns + column) * thread_tile.vector + index;
-        result[row as usize].fetch_max(magnitude_bits(largest[index as usize]));
+        result[row as usize].fetch_max(largest[index as usize]);
     }
 }

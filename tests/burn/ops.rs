@@ -249,8 +249,9 @@ fn int8_activations_change_products_by_half_a_step_at_most() {
 #[test]
 fn activations_in_fp8_are_read_as_the_device_says() {
     for (name, device, _) in devices() {
-        // `ndarray` has no bf16.
-        let dtype = if is_host(&device) { FloatDType::F32 } else { FloatDType::BF16 };
+        // `ndarray` and WGSL have no bf16.
+        let halves = !is_host(&device) && device.supports_dtype(DType::BF16);
+        let dtype = if halves { FloatDType::BF16 } else { FloatDType::F32 };
         for (scheme, exact) in [(Fp4Scheme::mxfp4(), true), (Fp4Scheme::nvfp4(), false)] {
             let (rows, channels, outputs) = (130, 256, 24);
             let normal = |shape: [usize; 2]| {
@@ -1251,4 +1252,19 @@ fn data_that_are_no_fp4_tensor_of_burn_are_refused_by_what_they_are() {
     let stack = quantize(values([2, 32, 4], &device, DType::F32), 1, &Fp4Scheme::mxfp4()).unwrap();
     let error = stack.to_burn_data().expect_err("another order of bytes");
     assert!(error.to_string().ends_with("blocks along axis 1 of a tensor of rank 3"), "{error}");
+}
+
+/// Enough values that Burn's maximum takes a kernel of planes, which is wrong on Mesa's lavapipe.
+#[test]
+fn many_values_have_the_amax_of_the_host_on_every_device() {
+    for (name, device, _) in devices() {
+        for rows in [512, 2048] {
+            let data = TensorData::new(normals(rows as u64, rows * 256), [rows, 256]);
+            let largest =
+                |values: &[f32]| values.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
+            let expected = largest(data.as_slice().unwrap());
+            let values = Tensor::<2>::from_data(data, &device);
+            assert_eq!(floats(amax(values).unwrap()), [expected], "{name}");
+        }
+    }
 }

@@ -47,10 +47,10 @@ pub use burn_fp4_modules::{
     ReplayError, ReplayParts, ReplayTensors, Sensitivity, SquaredError, Unused, WriteReport,
     checkpoints, ops, policy,
 };
-pub use ops::{init, init_async};
 pub use ops::search::formats;
 pub use ops::{
     Activations, Admm, BlockOrder, Blocks, DequantizeReason, Draw, E4m3Range, ErrorMetric,
     Fp4Format, Fp4Layout, Fp4Scheme, Fp4Tensor, Gptq, Gram, Hadamard, MatmulPath, NonFinite,
     OpsError, Rounding, Saturated, ScaleRule, Sse, TensorScaling, TrainRecipe, search,
 };
+pub use ops::{init, init_async};

@@ -181,7 +181,7 @@ fn needed((head, holds): (&str, Column), rows: &[Vec<String>], at: usize) -> usi
 fn empty(columns: &[((&str, Column), usize)]) -> Table {
     let mut table = Table::new();
     table.load_style(STYLE).set_header(columns.iter().map(|((name, _), _)| *name));
-    table.force_no_tty().set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_content_arrangement(ContentArrangement::Dynamic);
     for (column, ((_, holds), least)) in table.column_iter_mut().zip(columns) {
         column.set_constraint(match holds {
             Column::Name | Column::Figure => ColumnConstraint::ContentWidth,

@@ -180,8 +180,17 @@ pub(super) fn copy(tensor: &CubeTensor) -> CubeTensor {
 
 /// Copies values into contiguous memory.
 pub(super) fn write(values: CubeTensor, memory: &CubeTensor) {
-    if memory.meta.num_elements() > 0 {
-        let (values, storage) = (into_contiguous(values), dtype_to_storage_type(memory.dtype));
-        copy_into(&memory.client, values.binding(), memory.clone().binding(), storage);
+    if memory.meta.num_elements() == 0 {
+        return;
     }
+    let mut ends = [into_contiguous(values), memory.clone()];
+    if memory.dtype == DType::U8 && !computes_with_bytes(&memory.client) {
+        ends = ends.map(|bytes| {
+            let words = Shape::new([bytes.meta.num_elements().div_ceil(4)]);
+            output_tensor(&bytes, bytes.handle.clone(), words, DType::U32)
+        });
+    }
+    let [values, memory] = ends;
+    let (client, storage) = (memory.client.clone(), dtype_to_storage_type(memory.dtype));
+    copy_into(&client, values.binding(), memory.binding(), storage);
 }

@@ -30,14 +30,16 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype, Hessians, Matmul, PackedHandles, Problem, Refusal,
-    gather_rows, quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
+    Activations, Capability, Dtype, Hessians, Matmul, PackedHandles, Problem, Refusal, gather_rows,
+    quantize as quantize_kernel, quantize_by_hessian, quantize_gptq, quantize_weighted,
 };
 use burn_fp4_search::host::{DequantTarget, View};
 use burn_fp4_search::squares::SUMS;
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
-use self::device::{capability, computes_with_bytes, contiguous, has_kernels, kernel_dtype, output_tensor, writable};
+use self::device::{
+    capability, computes_with_bytes, contiguous, has_kernels, kernel_dtype, output_tensor, writable,
+};
 use self::matmul::{DENSE, FUSED, GROUPS, handles, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
@@ -163,13 +165,18 @@ fn divides_exactly(device: &CubeDevice) -> bool {
 
 impl Fp4Backend for CubeBackend {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
-        if !has_kernels(&values.device) {
-            return portable::amax::<Self>(values, axis, by_row);
-        }
+        let device = Capability::of(&values.client);
+        // Burn's maximum on wgpu reads planes that some drivers do not have, and is wrong there.
+        let (values, device) = match device.portable {
+            Some(_) => {
+                let values = Self::float_cast(values, FloatDType::F32);
+                (values, Capability { plane: 1, ..device })
+            }
+            None => (values, device),
+        };
         let shape = amax_shape(values.meta.shape(), axis, by_row);
         let (values, view) = contiguous(values, axis);
         let dtype = kernel_dtype(values.dtype);
-        let device = Capability::of(&values.client);
         let amax = burn_fp4_cubecl::amax(
             &values.client,
             &device,
@@ -313,8 +320,7 @@ impl Fp4Backend for CubeBackend {
             let [rows, cols] = part.meta.shape()[..] else { unreachable!("{CHECKED}") };
             let (device, indices) = (Capability::of(&part.client), indices.handle.clone());
             let bytes = part.handle.clone();
-            let gathered =
-                gather_rows(&part.client, &device, bytes, [rows, cols], indices, count);
+            let gathered = gather_rows(&part.client, &device, bytes, [rows, cols], indices, count);
             output_tensor(&part, gathered.expect(CHECKED), Shape::new([count, cols]), part.dtype)
         };
         let by_row = packed.tensor_scale.meta.num_elements() > 1;

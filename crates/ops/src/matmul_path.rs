@@ -123,7 +123,7 @@ impl fmt::Display for DequantizeReason {
                  `exclude` to keep it dense, or write a layer of its kind with `Fp4Linear`"
             ),
             Self::Device => {
-                write!(f, "the device has no kernels for it; use CUDA or Vulkan")
+                write!(f, "the device has no kernels for it; use CUDA or wgpu")
             }
             Self::Driver { problem } => {
                 write!(f, "{problem}; update its driver, or use another device")

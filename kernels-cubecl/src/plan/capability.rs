@@ -136,8 +136,8 @@ impl Portable {
     /// Reads the limits of a device with planes of this size, by the name of its runtime.
     fn of(properties: &DeviceProperties, plane: u32, runtime: &str) -> Self {
         let (spirv, wgsl) = (runtime.contains("spirv"), runtime.contains("wgsl"));
-        // CubeCL 0.11 writes two halves of a word as `bitcast<vec2<f16>>`, which wgpu's own compiler
-        // of WGSL (naga 30) does not take.
+        // CubeCL 0.11 writes two halves of a word as `bitcast<vec2<f16>>`, which wgpu's compiler of
+        // WGSL (naga 30) does not take.
         let holds = |kind| {
             let usage = properties.type_usage(ElemType::Float(kind));
             usage.contains(TypeUsage::Buffer) && !wgsl

@@ -9,6 +9,7 @@
 //! | [`fp8`]        | many tokens on an H100: products in FP8                     |
 //! | [`decoder`]    | a decoder of your own, with a KV cache                      |
 //! | [`cpu_layers`] | layers that multiply by codes on a CPU                      |
+//! | [`browser`]    | a page that multiplies through WebGPU                       |
 //! | [`fine_tune`]  | LoRA, quantization-aware training, training in NVFP4        |
 //! | [`faq`]        | GPUs, models, comparisons                                   |
 //! | [`glossary`]   | the words of this project                                   |
@@ -53,6 +54,10 @@ pub mod decoder {}
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("cpu_layers.md")]
 pub mod cpu_layers {}
+
+#[doc = include_str!("links.txt")]
+#[doc = include_str!("browser.md")]
+pub mod browser {}
 
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("fine_tune.md")]

@@ -237,8 +237,8 @@ fn check_base(path: &str, entry: &RecordEntry, stored: &StoredParameter) -> Resu
 }
 
 /// # Errors
-/// [`Fp4Error::Record`] if a device does not have a dtype. Every device stores bytes, and gives them
-/// to kernels, whether it computes with them or not.
+/// [`Fp4Error::Record`] if a device does not have a dtype. Every device stores bytes for kernels,
+/// whether it computes with them or not.
 fn supported(name: &str, dtype: DType, device: &Device) -> Result<(), Fp4Error> {
     match dtype == DType::U8 || device.supports_dtype(dtype) {
         true => Ok(()),

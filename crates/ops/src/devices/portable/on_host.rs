@@ -54,6 +54,7 @@ pub fn quantize_by_importance<B: Backend>(
 }
 
 /// [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize), on the host.
+#[cfg(feature = "cube")]
 pub(crate) fn dequantize<B: Backend>(
     packed: Fp4Primitive<B>,
     layout: Fp4Layout,

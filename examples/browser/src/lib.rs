@@ -29,11 +29,15 @@ pub async fn run() -> Result<String, JsError> {
     let mut lines = Vec::new();
     let cpu = Device::flex();
     let layer = LinearConfig::new(CHANNELS, CHANNELS).with_bias(false).init(&cpu);
-    for config in [Fp4Config::nvfp4(), Fp4Config::mxfp4()] {
+    for (name, config) in [("NVFP4", Fp4Config::nvfp4()), ("MXFP4", Fp4Config::mxfp4())] {
         let mut packed = layer.clone();
         let start = now();
         let report = packed.quantize_fp4(&config)?;
-        lines.push(format!("{} in {:.0} ms", report.to_string().trim_end(), now() - start));
+        let (error, bits) = (100.0 * report.relative_error(), report.bits_per_weight());
+        let time = now() - start;
+        lines.push(format!(
+            "{name}: quantized in {time:.0} ms, error {error:.1} %, {bits} bits a weight"
+        ));
 
         let input = Tensor::<2>::random([1, CHANNELS], Distribution::Default, &cpu);
         let expected = packed.forward(input.clone()).into_data_async().await?;

@@ -34,9 +34,9 @@ pub async fn run() -> Result<String, JsError> {
         let start = now();
         let report = packed.quantize_fp4(&config)?;
         let (error, bits) = (100.0 * report.relative_error(), report.bits_per_weight());
-        let time = now() - start;
+        let took = now() - start;
         lines.push(format!(
-            "{name}: quantized in {time:.0} ms, error {error:.1} %, {bits} bits a weight"
+            "{name}: quantized in {took:.0} ms, error {error:.1} %, {bits} bits a weight"
         ));
 
         let input = Tensor::<2>::random([1, CHANNELS], Distribution::Default, &cpu);

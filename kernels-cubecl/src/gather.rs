@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::memory::check_memory;
-use crate::plan::{Capability, Refusal, UNITS};
+use crate::plan::{Capability, Dtype, Refusal, UNITS};
 
 /// Gathers the rows of `[rows, row_bytes]` bytes at indices `[count]` in i32, 32 bits at a time, so
 /// that it runs in WGSL, which has no bytes in memory. An index out of range means the last row.
@@ -37,6 +37,7 @@ pub fn gather_rows(
     indices: Handle,
     count: usize,
 ) -> Result<Handle, Refusal> {
+    device.check_portable(Dtype::F32)?;
     let (found, expected) = (rows.max(count).saturating_mul(row_bytes), View::MAX_LEN);
     if found > expected {
         return Err(Refusal::TooLarge { found, expected });

@@ -49,6 +49,7 @@ pub fn amax(
     // The amax does not depend on the scheme.
     let problem = Problem { view, dtype, scheme: Fp4Scheme::default() };
     let operation = if by_row { Operation::RowAmax } else { Operation::Amax };
+    device.check_portable(dtype)?;
     let planned = plan(operation, &problem, device)?;
     problem.check_values(&values)?;
     Ok(if planned.thread_tile.wide() {

@@ -1254,7 +1254,7 @@ fn data_that_are_no_fp4_tensor_of_burn_are_refused_by_what_they_are() {
     assert!(error.to_string().ends_with("blocks along axis 1 of a tensor of rank 3"), "{error}");
 }
 
-/// Enough values that Burn's maximum takes a kernel of planes, which is wrong on Mesa's lavapipe.
+/// Burn's maximum of 2048 x 256 values is wrong on Mesa's lavapipe.
 #[test]
 fn many_values_have_the_amax_of_the_host_on_every_device() {
     for (name, device, _) in devices() {

@@ -36,7 +36,7 @@ pub async fn run() -> Result<String, JsError> {
         let (error, bits) = (100.0 * report.relative_error(), report.bits_per_weight());
         let took = now() - start;
         lines.push(format!(
-            "{name}: quantized in {took:.0} ms, error {error:.1} %, {bits} bits a weight"
+            "{name}: quantized in {took:.0} ms, error {error:.1} %, {bits:.2} bits a weight"
         ));
 
         let input = Tensor::<2>::random([1, CHANNELS], Distribution::Default, &cpu);

@@ -165,28 +165,24 @@ fn divides_exactly(device: &CubeDevice) -> bool {
 
 impl Fp4Backend for CubeBackend {
     fn fp4_amax(values: FloatTensor<Self>, axis: usize, by_row: bool) -> FloatTensor<Self> {
-        let device = Capability::of(&values.client);
-        // Burn's maximum on wgpu reads planes that some drivers do not have, and is wrong there.
-        let (values, device) = match device.portable {
-            Some(_) => {
-                let values = Self::float_cast(values, FloatDType::F32);
-                (values, Capability { plane: 1, ..device })
-            }
-            None => (values, device),
-        };
+        let mut device = Capability::of(&values.client);
+        let mut read = values.clone();
+        if device.portable.is_some() {
+            // Burn's maximum of many values is wrong on some drivers, such as Mesa's lavapipe.
+            read = Self::float_cast(read, FloatDType::F32);
+            device.plane = 1;
+        } else if !has_kernels(&values.device) {
+            return portable::amax::<Self>(values, axis, by_row);
+        }
         let shape = amax_shape(values.meta.shape(), axis, by_row);
-        let (values, view) = contiguous(values, axis);
-        let dtype = kernel_dtype(values.dtype);
-        let amax = burn_fp4_cubecl::amax(
-            &values.client,
-            &device,
-            values.handle.clone(),
-            view,
-            dtype,
-            by_row,
-        )
-        .expect(CHECKED);
-        output_tensor(&values, amax, shape, DType::F32)
+        let (like, view) = contiguous(read, axis);
+        let (memory, dtype) = (like.handle.clone(), kernel_dtype(like.dtype));
+        match burn_fp4_cubecl::amax(&like.client, &device, memory, view, dtype, by_row) {
+            Ok(amax) => output_tensor(&like, amax, shape, DType::F32),
+            // A wgpu device with small cubes.
+            Err(Refusal::Device { .. }) => portable::amax::<Self>(values, axis, by_row),
+            Err(refusal) => panic!("{CHECKED}: {refusal}"),
+        }
     }
 
     fn fp4_quantize(

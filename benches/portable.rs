@@ -1,6 +1,6 @@
 //! Products of few and many rows on any device with kernels, such as a GPU through Vulkan:
 //! `cargo bench -p benches --features vulkan --bench portable`. Compares products from the codes
-//! with Burn's dense products in f16 and with a copy, through the same API, after a check of the values.
+//! with Burn's dense products in f16 and with a copy, after a check of the values.
 
 use std::cell::Cell;
 use std::time::Instant;

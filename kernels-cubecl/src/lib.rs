@@ -68,8 +68,8 @@
 //! Arithmetic is f32. Where the reference rounds a product before an addition, the product is not
 //! an operand of the addition: CubeCL would fuse the two and change the bits.
 //!
-//! On CubeCL's wgpu runtime only [`dequantize`], [`gather_rows`], [`Matmul`] and `decoder/` run.
-//! Their drivers may flush subnormals and choose the size of a plane, see [`Portable`].
+//! On CubeCL's wgpu runtime only [`amax()`], [`dequantize`], [`hadamard()`], [`gather_rows`],
+//! [`Matmul`] and `decoder/` run. Their drivers may flush subnormals and choose the size of a plane, see [`Portable`].
 
 #[cfg(feature = "cuda")]
 extern crate alloc;

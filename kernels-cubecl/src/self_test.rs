@@ -55,7 +55,7 @@ impl Capability {
         read_sync(Self::tested_async(client))
     }
 
-    /// Does what [`tested`](Self::tested) does without blocking, which a browser asks for.
+    /// Tests as [`tested`](Self::tested) does, without blocking, as a browser needs.
     ///
     /// ```
     /// # #[cfg(feature = "cpu")] {

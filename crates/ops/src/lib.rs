@@ -144,7 +144,8 @@ pub fn init() -> Result<(), OpsError> {
     Ok(())
 }
 
-/// Does what [`init`] does, and tests the driver of a device of wgpu without blocking.
+/// Enables fused products as [`init`] does, and tests the driver of a device of wgpu without
+/// blocking.
 ///
 /// Elsewhere the first product tests the driver. A browser cannot wait for the results, so a
 /// program in WebAssembly awaits this first, after Burn's `Device::wgpu_options().init_async()`.

@@ -16,10 +16,11 @@ const CHANNELS: usize = 2048;
 /// Products between two readings of the clock.
 const PRODUCTS: usize = 50;
 
-/// Quantizes a layer, multiplies on the GPU and compares with the CPU; what it found, for a person.
+/// Quantizes a layer, multiplies on the GPU and compares with the CPU. Returns a summary in lines.
 ///
 /// # Errors
-/// Burn's or ours, if the browser has no WebGPU, or its driver fails the self-test.
+/// The browser has no WebGPU, its driver fails the self-test, outputs differ from the CPU's, or a
+/// product dequantized its weight.
 #[wasm_bindgen]
 pub async fn run() -> Result<String, JsError> {
     console_error_panic_hook::set_once();

@@ -56,7 +56,7 @@ pub(crate) fn with_products(device: &Device) -> Option<CubeDevice> {
     cube_device(device).filter(may_multiply)
 }
 
-/// What the tests of drivers found.
+/// Results of the self-tests of drivers, by device.
 struct Tested(Vec<(CubeDevice, Result<Capability, Refusal>)>);
 
 impl Tested {

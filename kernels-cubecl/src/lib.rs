@@ -69,7 +69,8 @@
 //! an operand of the addition: CubeCL would fuse the two and change the bits.
 //!
 //! On CubeCL's wgpu runtime only [`amax()`], [`dequantize`], [`hadamard()`], [`gather_rows`],
-//! [`Matmul`] and `decoder/` run. Their drivers may flush subnormals and choose the size of a plane, see [`Portable`].
+//! [`Matmul`] and `decoder/` run. Drivers may flush subnormals and choose the size of a plane, see
+//! [`Portable`].
 
 #[cfg(feature = "cuda")]
 extern crate alloc;

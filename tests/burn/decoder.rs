@@ -8,7 +8,7 @@ use burn::backend::{BackendTensor, DispatchTensorKind};
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::Replay;
 use burn_fp4_ops::{
-    Activations, Hadamard, Int8Matrix, KvCache, KvFormat, RotaryEmbedding, SampleOptions,
+    Activations, Hadamard, Int8Matrix, KvCache, KvFormat, OpsError, RotaryEmbedding, SampleOptions,
     add_rms_norm, attention, dense_matmul, hadamard, rms_norm, sample, swiglu,
 };
 use burn_fp4_search::host::quantize_heads;
@@ -285,10 +285,19 @@ fn addresses(cache: &KvCache) -> Vec<*const u8> {
     }
 }
 
+/// Allocates a packed cache. WGSL has no bytes: there the error says so, and the result is none.
+fn packed_cache(shape: [usize; 4], format: KvFormat, device: &Device) -> Option<KvCache> {
+    let cache = KvCache::packed_zeros(shape, format, device);
+    if device.supports_dtype(DType::U8) {
+        return Some(cache.expect("whole blocks"));
+    }
+    assert!(matches!(cache, Err(OpsError::Device(_))));
+    None
+}
+
 /// Allocates a cache of each format, and a dense one.
 fn caches(shape: [usize; 4], dtype: DType, device: &Device) -> Vec<KvCache> {
-    let packed = |format| KvCache::packed_zeros(shape, format, device).expect("whole blocks");
-    let packed = KvFormat::ALL.map(packed);
+    let packed = KvFormat::ALL.into_iter().filter_map(|format| packed_cache(shape, format, device));
     [KvCache::zeros(shape, dtype, device)].into_iter().chain(packed).collect()
 }
 
@@ -383,7 +392,10 @@ fn a_replay_updates_its_kv_cache_in_place() {
     let expected = run(&Device::flex());
     for (name, device, _) in devices() {
         println!("{name}");
-        assert_close(&run(&device), &expected, 2e-5);
+        // In WGSL only the dense cache, which is the first of four.
+        let bytes = device.supports_dtype(DType::U8);
+        let expected = if bytes { &expected[..] } else { &expected[..expected.len() / 4] };
+        assert_close(&run(&device), expected, 2e-5);
     }
 }
 
@@ -430,8 +442,8 @@ fn packed_kv_caches_hold_the_bits_of_the_host_on_every_device() {
             println!("{what}");
             let rotary = |device| RotaryEmbedding::new(&[0.0; HEAD_DIM / 2], 8, device);
             let (rotary, rotary_on_flex) = (rotary(&device), rotary(&flex));
-            let cache = KvCache::packed_zeros([2, 2, 8, HEAD_DIM], format, &device);
-            let mut cache = cache.expect("whole blocks");
+            let cache = packed_cache([2, 2, 8, HEAD_DIM], format, &device);
+            let Some(mut cache) = cache else { continue };
             for (first, count) in [(0, 3), (3, 1), (4, 1)] {
                 let positions = |device: &Device| {
                     Tensor::<1, Int>::arange(first as i64..(first + count) as i64, device)

@@ -20,7 +20,7 @@ use crate::tensor::Fp4Tensor;
 /// tokens too. A decode step reads the codes on `flex` in f32, on CUDA and on CubeCL's CPU runtime.
 /// A prompt on these Cube devices, and every call on other devices, dequantizes the whole capacity.
 /// On `wgpu` that also uploads values, so that [`CapturedGraph`](crate::CapturedGraph) refuses such
-/// a pass; `webgpu` has no bytes in memory, and no packed cache.
+/// a pass; WGSL has no bytes in memory, and no packed cache.
 ///
 /// ```
 /// use burn::tensor::{DType, Device};
@@ -85,7 +85,8 @@ impl KvCache {
     /// Allocates a packed cache of a shape `[batch, kv_heads, capacity, head_dim]`.
     ///
     /// # Errors
-    /// [`OpsError::Indivisible`] if `head_dim` is not a multiple of 16.
+    /// [`OpsError::Indivisible`] if `head_dim` is not a multiple of 16, [`OpsError::Device`] if the
+    /// device does not compute with bytes.
     pub fn packed_zeros(
         shape: [usize; 4],
         format: KvFormat,
@@ -96,6 +97,10 @@ impl KvCache {
             return Err(OpsError::Indivisible { axis: 3, length: head_dim, block_size: KV_BLOCK });
         }
         let device = device.clone().without_autodiff();
+        if !device.supports_dtype(DType::U8) {
+            let problem = "a packed KV cache needs bytes, which it does not have; use a dense one";
+            return Err(OpsError::Device(problem.to_owned()));
+        }
         let zeros = |bytes| {
             let shape = [batch, kv_heads, capacity, bytes];
             if !has_host_decoder(&device, [DType::F32]) {

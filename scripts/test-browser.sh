@@ -8,9 +8,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/../examples/browser"
 
+for tool in chromium python3 wasm-bindgen; do
+    command -v "$tool" > /dev/null || { echo "$tool is missing; see $0" >&2; exit 1; }
+done
 target=wasm32-unknown-unknown
 build=(cargo build --release --target "$target")
 if [[ ! -d $(rustc --print sysroot)/lib/rustlib/$target ]]; then
+    if [[ ! -d $(/usr/bin/rustc --print sysroot)/lib/rustlib/src ]]; then
+        echo "Rust's target $target is missing: rustup target add $target" >&2
+        exit 1
+    fi
+    echo "Rust's target $target is missing: Debian's compiler builds the standard library"
     export RUSTC=/usr/bin/rustc RUSTC_BOOTSTRAP=1
     export CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_LINKER=wasm-ld-22
     build+=(-Zbuild-std=std,panic_abort)

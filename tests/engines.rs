@@ -72,11 +72,22 @@ fn searches() -> impl Iterator<Item = Method> {
 
 #[test]
 fn every_engine_gives_the_bits_of_the_oracle() {
+    assert!(compare_all_schemes(&[Dtype::F32]) > 3_000_000);
+}
+
+#[test]
+#[ignore = "slow"]
+fn every_engine_gives_the_bits_of_the_oracle_in_half_precision() {
+    assert!(compare_all_schemes(&[Dtype::F16, Dtype::Bf16]) > 6_000_000);
+}
+
+/// Returns the number of compared values.
+fn compare_all_schemes(dtypes: &[Dtype]) -> usize {
     let mut compared = 0;
     for scheme in schemes() {
         let scheme = scheme.with_non_finite(NonFinite::FollowReference);
         for (seed, kind) in Kind::ALL.into_iter().enumerate() {
-            for dtype in Dtype::ALL {
+            for &dtype in dtypes {
                 let dense = Dense::new(32, 64, &kind.values(32 * 64, seed as u64), dtype);
                 for axis in [Axis::First, Axis::Last] {
                     compared += compare_engines(&format!("{kind:?}"), &dense, axis, &scheme);
@@ -85,7 +96,7 @@ fn every_engine_gives_the_bits_of_the_oracle() {
         }
     }
     println!("{compared} values compared");
-    assert!(compared > 10_000_000);
+    compared
 }
 
 #[test]
@@ -235,7 +246,7 @@ prop_compose! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(256))]
+    #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
     fn packed_lengths_and_validity((dense, scheme) in problem()) {

@@ -171,6 +171,7 @@ fn a_hundred_blocks_of_one_id_are_calibrated_each_by_its_own_inputs() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn a_hundred_blocks_of_one_id_are_quantized_sequentially() {
     for (name, device, _) in devices() {
         let dense = cloned_and_filled(blocks(name), &device);
@@ -193,6 +194,7 @@ fn a_hundred_blocks_of_one_id_are_quantized_sequentially() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn a_hundred_blocks_of_one_id_are_divided_among_two_devices() {
     for (name, pair) in pairs() {
         let device = &pair[0];

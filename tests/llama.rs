@@ -163,6 +163,7 @@ fn an_lm_head_of_its_own_is_freed_when_it_is_rounded() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn int8_activations_keep_nearly_the_perplexity_of_fp4() {
     let (folder, device) = (folder("genesis"), Device::flex());
     let tokenizer = folder.tokenizer().expect("a tokenizer");
@@ -371,6 +372,7 @@ fn assert_same_files(found: &Path, expected: &Path) {
 
 /// Folders of the same model: quantized stage by stage, and as a whole.
 #[test]
+#[ignore = "slow"]
 fn a_folder_stage_by_stage_has_the_bytes_of_the_whole_model() {
     let tokens = few_tokens();
     for (name, method, sequential) in [
@@ -450,6 +452,7 @@ impl Copy {
 /// The second layer cannot be quantized at first. The run that goes on does not read the weights of
 /// the first again, but for its activations: the dense ones only for a correction.
 #[test]
+#[ignore = "slow"]
 fn a_run_that_was_interrupted_is_gone_on_with() {
     let tokens = few_tokens();
     for (name, correction) in

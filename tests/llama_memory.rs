@@ -64,6 +64,7 @@ fn peaks(layers: usize, sequential: bool) -> [usize; 2] {
 
 /// Four more layers. Threads that quantize side by side take a little more or less in each run.
 #[test]
+#[ignore = "slow"]
 fn memory_does_not_depend_on_the_number_of_layers() {
     for sequential in [false, true] {
         let [few, many] = [2, 6].map(|layers| peaks(layers, sequential));

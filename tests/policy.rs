@@ -325,6 +325,7 @@ impl Choices {
 }
 
 #[test]
+#[ignore = "slow"]
 fn a_configuration_decides_as_a_recipe_of_the_same_choices() {
     let device = Device::flex();
     let (same, failing) = (Cell::new(0), Cell::new(0));
@@ -554,6 +555,7 @@ fn formats_of_a_recipe_are_not_chosen_again_by_a_budget() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn modules_and_files_decide_the_same_by_every_recipe() {
     let device = Device::flex();
     let quantizing = Cell::new(0);

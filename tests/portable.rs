@@ -274,6 +274,8 @@ fn rows_of_any_length_are_gathered() {
 
     let client = cubecl::Device::default().client();
     let device = Capability::of(&client);
+    let small_cubes = device.portable.map(|portable| Portable { units: 64, ..portable });
+    let small = Capability { portable: small_cubes, ..device };
     let mut random = Random::new(31);
     for (rows, row_bytes) in [(1, 1), (3, 2), (7, 3), (5, 4), (300, 6), (40, 36), (2, 1024)] {
         let bytes: Vec<_> = (0..rows * row_bytes).map(|_| random.below(256) as u8).collect();
@@ -293,9 +295,12 @@ fn rows_of_any_length_are_gathered() {
                 // Memory has at least a word.
                 client.create_from_slice(if bytes.is_empty() { &[0; 4] } else { bytes })
             });
-            let found = gather_rows(&client, &device, from, [rows, row_bytes], at, count);
-            let found = client.read_one_unchecked(found.expect("memory of these lengths"));
-            assert_eq!(found[..expected.len()], expected, "{rows} x {row_bytes}, {count}");
+            for device in [&device, &small] {
+                let (from, at) = (from.clone(), at.clone());
+                let found = gather_rows(&client, device, from, [rows, row_bytes], at, count);
+                let found = client.read_one_unchecked(found.expect("memory of these lengths"));
+                assert_eq!(found[..expected.len()], expected, "{rows} x {row_bytes}, {count}");
+            }
         }
     }
     let (bytes, at) = (client.empty(4), client.empty(4));

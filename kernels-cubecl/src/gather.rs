@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::memory::check_memory;
-use crate::plan::{Capability, Dtype, Refusal, UNITS};
+use crate::plan::{Capability, Refusal, UNITS};
 
 /// Gathers the rows of `[rows, row_bytes]` bytes at indices `[count]` in i32, 32 bits at a time, so
 /// that it runs in WGSL, which has no bytes in memory. An index out of range means the last row.
@@ -37,7 +37,6 @@ pub fn gather_rows(
     indices: Handle,
     count: usize,
 ) -> Result<Handle, Refusal> {
-    device.check_portable(Dtype::F32)?;
     let (found, expected) = (rows.max(count).saturating_mul(row_bytes), View::MAX_LEN);
     if found > expected {
         return Err(Refusal::TooLarge { found, expected });
@@ -51,14 +50,15 @@ pub fn gather_rows(
     let words = gathered.div_ceil(4);
     let output = client.empty(4 * words);
     if words > 0 {
-        let [x, y] = device.two_dimensions((words as u32).div_ceil(UNITS));
+        let units = device.portable.map_or(UNITS, |portable| portable.units.min(UNITS));
+        let [x, y] = device.two_dimensions((words as u32).div_ceil(units));
         // SAFETY: the lengths match the shapes, and units beyond `gathered` do nothing. The memory
         // of a buffer ends with a whole word.
         unsafe {
             gather_kernel::launch_unchecked(
                 client,
                 CubeCount::Static(x, y, 1),
-                CubeDim::new_1d(UNITS),
+                CubeDim::new_1d(units),
                 BufferArg::from_raw_parts(bytes, (rows * row_bytes).div_ceil(4)),
                 BufferArg::from_raw_parts(indices, count),
                 BufferArg::from_raw_parts(output.clone(), words),

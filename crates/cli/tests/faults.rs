@@ -163,6 +163,7 @@ fn note_first_weight(partial: &Path) {
 }
 
 #[test]
+#[ignore = "slow"]
 fn only_the_same_task_is_gone_on_with() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", LARGE);
@@ -245,6 +246,7 @@ fn ended(child: Child) -> (i32, String) {
 const SHARDS: usize = 40;
 
 #[test]
+#[ignore = "slow"]
 fn a_shard_that_is_moved_away_meanwhile_costs_no_work() {
     let folder = tempdir().expect("a folder");
     let path = model::sharded(folder.path(), "model", SHARDS, [512, 512]);
@@ -268,6 +270,7 @@ fn a_shard_that_is_moved_away_meanwhile_costs_no_work() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn what_an_earlier_run_has_written_stays_whatever_is_wrong() {
     let folder = tempdir().expect("a folder");
     let path = model::model(folder.path(), "model", LARGE);
@@ -334,6 +337,7 @@ fn a_run_that_a_signal_stops_says_how_to_go_on() {
 /// As a shell starts what runs in the background.
 #[cfg(target_os = "linux")]
 #[test]
+#[ignore = "slow"]
 fn a_run_that_was_started_with_a_signal_ignored_goes_on() {
     let folder = tempdir().expect("a folder");
     // It has to end: a larger model takes a minute with this method.
@@ -479,6 +483,7 @@ fn touch(path: &Path) {
 }
 
 #[test]
+#[ignore = "slow"]
 fn statistics_that_no_method_needs_may_come_after_an_interruption() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", LARGE);
@@ -514,6 +519,7 @@ fn a_run_whose_config_was_touched_is_resumed_and_a_finished_one_is_not() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn a_run_that_was_killed_before_its_first_weight_is_started_over_with_a_note() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", LARGE);

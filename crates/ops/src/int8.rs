@@ -9,7 +9,7 @@ use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 use crate::devices::decoder::{
     DecoderBackend, HostDecoderBackend, has_host_decoder, multiplies_int8,
 };
-use crate::devices::extension::weight_data;
+use crate::devices::extension::{Fp4Backend, weight_data};
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
 
@@ -152,10 +152,11 @@ impl Int8Matrix {
     /// Multiplies each code by its scale, in f32.
     #[must_use]
     pub fn dequantize(&self) -> Tensor<2> {
-        let [rows, cols] = self.codes.dims();
-        let codes = self.codes.clone().float().cast(DType::F32);
-        let codes = codes.reshape([rows, cols / INT8_BLOCK, INT8_BLOCK]);
-        (codes * self.scales.clone().unsqueeze_dim(2)).reshape([rows, cols])
+        let (codes, scales) = (self.codes.clone(), self.scales.clone());
+        Tensor::from_dispatch(Dispatch::fp4_dequantize_int8(
+            codes.into_dispatch(),
+            scales.into_dispatch(),
+        ))
     }
 }
 

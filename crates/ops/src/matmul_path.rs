@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device};
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "cube")]
-use crate::devices::cube::device::with_products;
+use crate::devices::cube::device::{is_tested, with_products};
 #[cfg(feature = "cube")]
 use crate::devices::cube::matmul::Planner;
 use crate::devices::extension::is_host;
@@ -128,9 +128,11 @@ impl fmt::Display for DequantizeReason {
             Self::Driver { problem } => {
                 write!(f, "{problem}; update its driver, or use another device")
             }
-            Self::NotInitialized => {
-                write!(f, "call burn_fp4::init() at the start of the program")
-            }
+            Self::NotInitialized => write!(
+                f,
+                "call burn_fp4::init() at the start of the program; in a browser await \
+                 burn_fp4::init_async"
+            ),
             Self::Axis { axis } => write!(
                 f,
                 "lookups need a table packed along axis 1, but it is packed along axis {axis}"
@@ -190,6 +192,9 @@ fn planned(layout: &Fp4Layout, dtype: DType, device: &burn_cubecl::CubeDevice) -
     const MANY: usize = 1024;
     let mut planner = match Planner::new(device, &device.client()) {
         Ok(planner) => planner,
+        Err(_) if !is_tested(device) => {
+            return MatmulPath::Dequantized(DequantizeReason::NotInitialized);
+        }
         Err(refusal) => {
             let problem = refusal.to_string();
             return MatmulPath::Dequantized(DequantizeReason::Driver { problem });

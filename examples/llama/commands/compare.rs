@@ -30,6 +30,9 @@ pub(crate) struct Arguments {
     /// without data are compared.
     #[arg(long, default_value_t = 3)]
     seeds: u64,
+    /// The first of these seeds, to divide them among runs.
+    #[arg(long, default_value_t = 1)]
+    first_seed: u64,
     /// Windows of 256 tokens to calibrate on.
     #[arg(long, default_value_t = 128)]
     calibration_windows: usize,
@@ -103,7 +106,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let comparison = Comparison { arguments, transforms, dense, tokens, device: &device };
     // A list of variants for each seed.
     let (mut calibrated, mut budgets) = (Fp4Format::ALL.map(|_| Vec::new()), Vec::new());
-    for seed in 1..=arguments.seeds {
+    for seed in (arguments.first_seed..).take(arguments.seeds as usize) {
         let windows = comparison.windows(seed);
         let calibration = windows.run(dense, CalibrationOptions::default(), tokens, &device)?;
         for (format, seeds) in Fp4Format::ALL.into_iter().zip(&mut calibrated) {

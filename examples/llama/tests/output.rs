@@ -52,6 +52,7 @@ fn errors_print_without_a_backtrace() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn commands_print_80_columns_and_the_next_command() {
     let (trained, quantized) = (out("trained"), out("quantized it"));
     let [trained, quantized] = [&trained, &quantized].map(|path| path.to_str().expect("text"));
@@ -133,6 +134,7 @@ fn damage(file: &Path, tensor: &str) {
 }
 
 #[test]
+#[ignore = "slow"]
 fn a_report_is_the_same_for_every_dialect_and_shows_a_damaged_layer_first() {
     let reference = "tests/models/genesis";
     let book = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/genesis.txt");

@@ -167,8 +167,21 @@ impl Portable {
         self.shared_memory >= SHARED_MEMORY
     }
 
-    /// Returns true if buffers hold a dtype.
-    pub(crate) fn holds(&self, dtype: Dtype) -> bool {
+    /// Returns true if kernels take buffers of a dtype. Where they do not, a caller can multiply in
+    /// f32 and round the outputs.
+    ///
+    /// ```
+    /// # #[cfg(feature = "cpu")] {
+    /// use burn_fp4_cubecl::cubecl::Device;
+    /// use burn_fp4_cubecl::{Capability, Dtype};
+    ///
+    /// let device = Capability::of(&Device::default().client());
+    /// let holds = |dtype| device.portable.is_none_or(|portable| portable.holds(dtype));
+    /// assert!(holds(Dtype::F32) && holds(Dtype::F16)); // the CPU runtime has no limits
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn holds(&self, dtype: Dtype) -> bool {
         match dtype {
             Dtype::F32 => true,
             Dtype::F16 => self.f16,

@@ -44,6 +44,7 @@ fn write(path: &Path, header: &str, data: usize) {
 const EMPTY: &str = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
 
 #[test]
+#[ignore = "slow"]
 fn headers_of_many_tensors_are_read() {
     let path = folder("headers-tensors").join("x.safetensors");
     let axes = format!("[{}0]", "0,".repeat(63));
@@ -145,6 +146,7 @@ fn metadata_that_is_not_text_is_refused() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn an_index_of_many_tensors_gives_their_order() {
     const TENSORS: usize = 300_000;
     let folder = folder("headers-index");

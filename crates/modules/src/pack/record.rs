@@ -8,8 +8,9 @@ use std::path::Path;
 use burn::module::{LoraAdapter, Module, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::store::{ModuleRecord, RecordError};
 use burn::tensor::kind::Basic;
-use burn::tensor::{Bytes, DType, Device, Int, Tensor, TensorData};
-use burn_fp4_ops::{Fp4Tensor, weight_data};
+use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn_fp4_ops::formats::check_scales;
+use burn_fp4_ops::{Fp4Tensor, OpsError, weight_data, without_padding};
 use burn_pack::{HEADER_SIZE, Header, Reader, Writer};
 
 use crate::error::Fp4Error;
@@ -356,18 +357,30 @@ fn packed<const D: usize>(
     let layout = PackedWeight::parse_layout(&entry.layout, shape)
         .ok_or_else(|| problem(&format!("unknown layout `{}`", entry.layout), [path.to_owned()]))?;
     let plain = device.clone().without_autodiff();
-    let codes: Tensor<2, Int> = tensor(entry.codes, &[DType::U8], &plain)?;
-    let scales: Tensor<2, Int> = tensor(entry.scales, &[DType::U8], &plain)?;
-    let tensor_scale: Tensor<1, Int> = tensor(entry.tensor_scale, &[DType::I32], &plain)?;
-    let packed = Fp4Tensor::<D>::from_parts(codes, scales, tensor_scale, layout);
-    let packed = PackedWeight::from(packed.map_err(|problem| Fp4Error::at(path, problem))?);
+    let codes = data::<2>(entry.codes, &[DType::U8], &plain)?;
+    let scales = data::<2>(entry.scales, &[DType::U8], &plain)?;
+    let tensor_scale = data::<1>(entry.tensor_scale, &[DType::I32], &plain)?;
+    // Checked here, since a browser cannot wait for what a GPU would hand back.
+    let blocks = scales.shape()[1];
+    let values: Vec<_> =
+        tensor_scale.iter::<i32>().map(|bits| f32::from_bits(bits as u32)).collect();
+    let checked =
+        scales.as_slice::<u8>().map_err(|error| problem(&error.to_string(), [path.to_owned()]))?;
+    let checked = check_scales(layout.format, blocks, checked, &values);
+    let at = |problem: OpsError| Fp4Error::at(path, problem);
+    checked.map_err(|problem| at(problem.into()))?;
+    let [codes, scales] = [codes, scales].map(|data| without_padding(tensor(data, &plain)));
+    let packed =
+        Fp4Tensor::<D>::from_parts_unread(codes, scales, tensor(tensor_scale, &plain), layout);
+    let packed = PackedWeight::from(packed.map_err(at)?);
     let Some(Adapter { scale, a, b, .. }) = entry.adapter else { return Ok(packed) };
     let [channels, outputs] = packed.layout().shape[..] else {
         return Err(problem("only matrices have adapters", [path.to_owned()]));
     };
     let floats = [DType::F32, DType::F16, DType::BF16, DType::F64];
     let (ids, names) = ([a.param_id, b.param_id], [a.name.clone(), b.name.clone()]);
-    let (a, b): (Tensor<2>, Tensor<2>) = (tensor(a, &floats, device)?, tensor(b, &floats, device)?);
+    let factor = |part| data::<2>(part, &floats, device).map(|data| tensor(data, device));
+    let (a, b): (Tensor<2>, Tensor<2>) = (factor(a)?, factor(b)?);
     let ([rows, rank], [inner, cols]) = (a.dims(), b.dims());
     if [rows, inner, cols] != [channels, rank, outputs] || rank == 0 || a.dtype() != b.dtype() {
         let expected = format!("expected factors of one dtype, [{channels}, r] and [r, {outputs}]");
@@ -382,11 +395,12 @@ fn packed<const D: usize>(
     Ok(packed.with_adapter(Some(adapter)))
 }
 
-fn tensor<const D: usize, K: Basic>(
+/// Reads a tensor of rank `D` into host memory.
+fn data<const D: usize>(
     tensor: burn_pack::Tensor,
     dtypes: &[DType],
     device: &Device,
-) -> Result<Tensor<D, K>, Fp4Error> {
+) -> Result<TensorData, Fp4Error> {
     let (name, found, shape, _, bytes): (_, _, _, _, Bytes) =
         tensor.into_parts().map_err(unreadable)?;
     if !dtypes.contains(&found) || shape.num_dims() != D {
@@ -396,6 +410,11 @@ fn tensor<const D: usize, K: Basic>(
     supported(&name, found, device)?;
     // Read now: bytes of a file stay in the file, which may be gone when the weight is first used.
     let bytes = Bytes::from_bytes_vec(bytes.to_vec());
-    let data = weight_data(TensorData::from_bytes(bytes, shape, found), device);
-    Ok(Tensor::from_data(data, (device, found)))
+    Ok(TensorData::from_bytes(bytes, shape, found))
+}
+
+/// Puts values on a device, in their own dtype.
+fn tensor<const D: usize, K: Basic>(data: TensorData, device: &Device) -> Tensor<D, K> {
+    let dtype = data.dtype();
+    Tensor::from_data(weight_data(data, device), (device, dtype))
 }

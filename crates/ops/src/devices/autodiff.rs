@@ -224,6 +224,14 @@ impl<B: Fp4Backend, C: CheckpointStrategy> Fp4Backend for Autodiff<B, C> {
         Self::from_inner(B::fp4_dequantize(inner(packed), layout, dtype))
     }
 
+    fn fp4_largest(packed: Fp4Primitive<Self>, layout: Fp4Layout) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_largest(inner(packed), layout))
+    }
+
+    fn fp4_dequantize_int8(codes: IntTensor<Self>, scales: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::fp4_dequantize_int8(codes, scales.into_primitive()))
+    }
+
     fn fp4_select_rows(packed: Fp4Primitive<Self>, rows: IntTensor<Self>) -> Fp4Primitive<Self> {
         outer(B::fp4_select_rows(inner(packed), rows))
     }

@@ -16,7 +16,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, DispatchDevice, DispatchTensor, TensorMetadata, backend_extension};
 #[cfg(feature = "cube")]
 use burn::tensor::{DType, Shape};
-use burn::tensor::{Device, FloatDType, TensorData};
+use burn::tensor::{Device, FloatDType, IntDType, TensorData};
 use burn_fp4_search::host::DequantTarget;
 use burn_fp4_search::{Draw, Fp4Scheme, GramLayout, Hadamard};
 use burn_ir::{OperationIr, TensorId, TensorIr};
@@ -123,6 +123,26 @@ pub trait Fp4Backend: Backend {
         let axis = layout.axis;
         let values = Self::fp4_dequantize(packed, layout.of_codes(), FloatDType::F32);
         Self::float_cast(Self::fp4_hadamard(values, axis, hadamard, true), dtype)
+    }
+
+    /// Computes the largest magnitude that each element can have: 6 times the scale of its block,
+    /// in f32.
+    #[fusion(dtype = DType::F32, shape = Shape::from(layout.shape.clone()))]
+    fn fp4_largest(
+        #[extension_type] packed: Fp4Primitive<Self>,
+        layout: Fp4Layout,
+    ) -> FloatTensor<Self> {
+        let (shape, device) = (packed.codes.shape(), packed.codes.device());
+        let sixes = i64::from(dequantize::SIXES).into();
+        let codes = Self::int_full(shape, sixes, &device, IntDType::U8);
+        Self::fp4_dequantize(Fp4Primitive { codes, ..packed }, layout, FloatDType::F32)
+    }
+
+    /// Multiplies signed bytes `[N, K]` by scales `[N, K / 32]` in f32, one for 32 neighbours:
+    /// `[N, K]`.
+    #[fusion(dtype = DType::F32, shape = codes)]
+    fn fp4_dequantize_int8(codes: IntTensor<Self>, scales: FloatTensor<Self>) -> FloatTensor<Self> {
+        dequantize::dequantize_int8::<Self>(codes, scales)
     }
 
     /// Selects the rows at indices `[n]` of a tensor packed along its last axis.

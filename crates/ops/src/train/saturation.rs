@@ -2,13 +2,12 @@
 
 use burn::backend::tensor::{BoolTensor, FloatTensor};
 use burn::backend::{TensorMetadata, get_or_init_device_settings};
-use burn::tensor::{FloatDType, IntDType};
+use burn::tensor::FloatDType;
 use burn_fp4_search::Fp4Scheme;
-use burn_fp4_search::formats::E2M1;
 use burn_fp4_search::host::DequantTarget;
 
 use crate::devices::extension::Fp4Backend;
-use crate::layout::{Fp4Layout, Fp4Primitive};
+use crate::layout::Fp4Layout;
 use crate::saturated::Saturated;
 
 /// Marks elements with a magnitude above 6 times the scale of their block.
@@ -20,10 +19,7 @@ pub(crate) fn beyond<B: Fp4Backend>(
 ) -> BoolTensor<B> {
     let layout = Fp4Layout::new(&values.shape(), axis, &scheme).expect("callers check it");
     let packed = B::fp4_quantize(values.clone(), amax, axis, scheme);
-    // The code of 6, twice in a byte.
-    let sixes = (i64::from(E2M1.max_code()) * 0x11).into();
-    let codes = B::int_full(packed.codes.shape(), sixes, &packed.codes.device(), IntDType::U8);
-    let largest = B::fp4_dequantize(Fp4Primitive { codes, ..packed }, layout, FloatDType::F32);
+    let largest = B::fp4_largest(packed, layout);
     let magnitudes = B::float_abs(B::float_cast(values, FloatDType::F32));
     let dtype = get_or_init_device_settings::<B>(&magnitudes.device()).bool_dtype;
     B::float_greater(magnitudes, largest, dtype)

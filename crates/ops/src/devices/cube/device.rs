@@ -95,6 +95,11 @@ pub(crate) fn capability(device: &CubeDevice, client: &Client) -> Result<Capabil
     found
 }
 
+/// Returns false in a browser if the driver was not tested yet.
+pub(crate) fn is_tested(device: &CubeDevice) -> bool {
+    cfg!(not(target_family = "wasm")) || tested().get(device).is_some()
+}
+
 /// Tests the driver of a device of wgpu, if it was not; [`capability`] has the result.
 ///
 /// # Errors
@@ -178,6 +183,12 @@ pub(super) fn copy(tensor: &CubeTensor) -> CubeTensor {
     made
 }
 
+/// Returns the memory of contiguous bytes, or signed bytes, as words of a dtype of 32 bits.
+pub(super) fn words(bytes: &CubeTensor, dtype: DType) -> CubeTensor {
+    let words = Shape::new([bytes.meta.num_elements().div_ceil(4)]);
+    output_tensor(bytes, bytes.handle.clone(), words, dtype)
+}
+
 /// Copies values into contiguous memory.
 pub(super) fn write(values: CubeTensor, memory: &CubeTensor) {
     if memory.meta.num_elements() == 0 {
@@ -185,10 +196,7 @@ pub(super) fn write(values: CubeTensor, memory: &CubeTensor) {
     }
     let mut ends = [into_contiguous(values), memory.clone()];
     if memory.dtype == DType::U8 && !computes_with_bytes(&memory.client) {
-        ends = ends.map(|bytes| {
-            let words = Shape::new([bytes.meta.num_elements().div_ceil(4)]);
-            output_tensor(&bytes, bytes.handle.clone(), words, DType::U32)
-        });
+        ends = ends.map(|bytes| words(&bytes, DType::U32));
     }
     let [values, memory] = ends;
     let (client, storage) = (memory.client.clone(), dtype_to_storage_type(memory.dtype));

@@ -23,14 +23,15 @@
 use core::cell::RefCell;
 use core::sync::atomic::{AtomicU64, Ordering};
 
-use burn::tensor::{DType, Shape};
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, FamilyPlan, Fp8Plan, Matmul, MatmulPlan, PackedHandles, Prefetch, Refusal,
+    Capability, Dtype, FamilyPlan, Fp8Plan, Matmul, MatmulPlan, PackedHandles, Prefetch, Refusal,
 };
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
@@ -67,7 +68,7 @@ impl Planner {
             return None;
         }
         let Fp4Layout { format, block_size, .. } = *layout;
-        let matmul = Matmul { m, n, k, format, block_size, dtype: kernel_dtype(dtype) };
+        let matmul = Matmul { m, n, k, format, block_size, dtype: self.product_dtype(dtype) };
         match self.last {
             Some((known, plan)) if known == matmul => plan,
             _ => {
@@ -76,6 +77,16 @@ impl Planner {
                 plan
             }
         }
+    }
+}
+
+impl Planner {
+    /// Returns the dtype that kernels multiply values of a dtype in: f32 if they take no buffers of
+    /// its own, as in WGSL.
+    fn product_dtype(&self, dtype: DType) -> Dtype {
+        let dtype = kernel_dtype(dtype);
+        let taken = self.capability.portable.is_none_or(|portable| portable.holds(dtype));
+        if taken { dtype } else { Dtype::F32 }
     }
 }
 
@@ -172,17 +183,21 @@ fn run_with(
         Option<Prefetch>,
     ) -> Result<Vec<Handle>, Refusal>,
 ) -> Vec<CubeTensor> {
-    let input = into_contiguous(input);
+    let dtype = FloatDType::from(input.dtype);
+    let in_f32 = first.dtype != kernel_dtype(input.dtype);
+    let cast = |tensor, dtype| if in_f32 { CubeBackend::float_cast(tensor, dtype) } else { tensor };
+    let read = |tensor| into_contiguous(cast(tensor, FloatDType::F32));
+    let input = read(input);
     let weights: Vec<WeightHandles> = weights
         .into_iter()
-        .map(|(weight, bias)| (handles(weight), bias.map(|bias| into_contiguous(bias).handle)))
+        .map(|(weight, bias)| (handles(weight), bias.map(|bias| read(bias).handle)))
         .collect();
     let next = next_weight(first, &weights[0].0);
     let outputs = launch(&input.client, input.handle.clone(), weights, next)
         .expect("tensors have the lengths of their shapes");
     queues::submit_launches(&input.device);
-    let tensors = outputs.into_iter().zip(shapes);
-    tensors.map(|(output, shape)| output_tensor(&input, output, shape, input.dtype)).collect()
+    let tensor = |(output, shape)| output_tensor(&input, output, shape, input.dtype);
+    outputs.into_iter().zip(shapes).map(|output| cast(tensor(output), dtype)).collect()
 }
 
 /// Returns the parts of a packed tensor in contiguous memory.

@@ -38,7 +38,8 @@ use burn_fp4_search::squares::SUMS;
 use burn_fp4_search::{Fp4Scheme, GramLayout, Hadamard, Method};
 
 use self::device::{
-    capability, computes_with_bytes, contiguous, has_kernels, kernel_dtype, output_tensor, writable,
+    capability, computes_with_bytes, contiguous, has_kernels, kernel_dtype, output_tensor, words,
+    writable,
 };
 use self::matmul::{DENSE, FUSED, GROUPS, handles, scheme_of};
 use super::extension::Fp4Backend;
@@ -161,6 +162,19 @@ fn divides_exactly(device: &CubeDevice) -> bool {
     let exact = (0..PAIRS).all(|at| quotients[at] == value(at) / value(PAIRS + at));
     tested.push((device.clone(), exact));
     exact
+}
+
+/// Returns signed bytes as i32, by operations on words.
+fn signed_bytes(bytes: &CubeTensor) -> CubeTensor {
+    let words = words(bytes, DType::I32);
+    let count = words.meta.num_elements();
+    let byte = |place: i64| {
+        let first = CubeBackend::bitwise_left_shift_scalar(words.clone(), (24 - 8 * place).into());
+        let byte = CubeBackend::bitwise_right_shift_scalar(first, 24i64.into());
+        CubeBackend::int_reshape(byte, Shape::new([count, 1]))
+    };
+    let bytes_of_words = CubeBackend::int_cat((0..4).map(byte).collect(), 1);
+    CubeBackend::int_reshape(bytes_of_words, bytes.meta.shape().clone())
 }
 
 impl Fp4Backend for CubeBackend {
@@ -306,6 +320,23 @@ impl Fp4Backend for CubeBackend {
             }
             Err(refusal) => panic!("{CHECKED}: {refusal}"),
         }
+    }
+
+    fn fp4_largest(packed: Fp4Primitive<Self>, layout: Fp4Layout) -> FloatTensor<Self> {
+        let (shape, device) = (packed.codes.meta.shape().clone(), packed.codes.device.clone());
+        let sixes = i64::from(i32::from_ne_bytes([portable::dequantize::SIXES; 4]));
+        let words = Shape::new([shape.num_elements().div_ceil(4)]);
+        let words = Self::int_full(words, sixes.into(), &device, IntDType::I32);
+        let codes = output_tensor(&words, words.handle.clone(), shape, DType::U8);
+        Self::fp4_dequantize(Fp4Primitive { codes, ..packed }, layout, FloatDType::F32)
+    }
+
+    fn fp4_dequantize_int8(codes: IntTensor<Self>, scales: FloatTensor<Self>) -> FloatTensor<Self> {
+        let codes = match computes_with_bytes(&codes.client) {
+            true => codes,
+            false => signed_bytes(&into_contiguous(codes)),
+        };
+        portable::dequantize::dequantize_int8::<Self>(codes, scales)
     }
 
     fn fp4_select_rows(packed: Fp4Primitive<Self>, rows: IntTensor<Self>) -> Fp4Primitive<Self> {

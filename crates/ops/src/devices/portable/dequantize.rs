@@ -3,8 +3,8 @@
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_or_init_device_settings};
 use burn::tensor::{DType, FloatDType, Shape, bf16, f16};
-use burn_fp4_search::formats::{E2M1_VALUES, Fp4Format};
-use burn_fp4_search::host::HostElement;
+use burn_fp4_search::formats::{E2M1, E2M1_VALUES, Fp4Format};
+use burn_fp4_search::host::{HostElement, INT8_BLOCK};
 use burn_fp4_search::squares::{MagnitudeRange, RANGES, SUMS};
 
 use super::bits::from_bits;
@@ -31,6 +31,20 @@ pub fn dequantize<B: Backend>(
     let scales = Floats::<B>(B::int_into_float(B::int_cast(packed.scales, int), FloatDType::F32));
     let rows = restore(&elements, &scales, &from_bits(packed.tensor_scale), layout.format);
     from_rows(rows, &layout.shape, layout.axis, dtype)
+}
+
+/// Two elements of 6 in a byte.
+pub(crate) const SIXES: u8 = E2M1.max_code() * 0x11;
+
+/// [`fp4_dequantize_int8`](crate::Fp4Backend::fp4_dequantize_int8) by tensor operations.
+pub(crate) fn dequantize_int8<B: Backend>(
+    codes: IntTensor<B>,
+    scales: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let (shape, [rows, blocks]) = (codes.shape(), scales.shape().dims());
+    let codes = Floats::<B>(B::int_into_float(codes, FloatDType::F32));
+    let scales = Floats::<B>(scales).reshape(&[rows, blocks, 1]);
+    codes.reshape(&[rows, blocks, INT8_BLOCK]).mul(&scales).reshape(&shape).0
 }
 
 /// [`fp4_select_rows`](crate::Fp4Backend::fp4_select_rows) by tensor operations.

@@ -245,8 +245,13 @@ prop_compose! {
     }
 }
 
+/// Returns the number of random problems of a property: `PROPTEST_CASES`, or few.
+fn cases() -> u32 {
+    std::env::var("PROPTEST_CASES").map_or(64, |cases| cases.parse().expect("a number"))
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(cases()))]
 
     #[test]
     fn packed_lengths_and_validity((dense, scheme) in problem()) {

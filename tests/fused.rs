@@ -35,7 +35,14 @@ fn alone() -> MutexGuard<'static, ()> {
 
 /// Returns the devices with kernels, and their dtypes.
 fn cube_devices() -> Vec<(&'static str, Device, Vec<DType>)> {
-    devices().into_iter().filter(|(name, ..)| ["cpu", "cuda", "wgpu"].contains(name)).collect()
+    let devices = devices().into_iter().filter(|(name, ..)| ["cpu", "cuda", "wgpu"].contains(name));
+    let with_halves = |(name, device, mut dtypes): (_, Device, Vec<_>)| {
+        if name == "wgpu" && device.supports_dtype(DType::F16) {
+            dtypes.push(DType::F16);
+        }
+        (name, device, dtypes)
+    };
+    devices.map(with_halves).collect()
 }
 
 /// Counts the fused products of a closure, and not their groups.

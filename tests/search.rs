@@ -159,8 +159,8 @@ fn compare_weighted_sse_with_brute_force(rows: usize) -> usize {
     compare_sse_with_brute_force(rows, Importance::Channels(&weights), &exact)
 }
 
-/// Compares the error of each block with the least over all scales, for two blocks of 16 in a row.
-/// Returns the number of blocks.
+/// Compares the error of each block with the least over all scales, for inputs of several kinds
+/// with so many rows each. Returns the number of blocks.
 fn compare_sse_with_brute_force(rows: usize, importance: Importance<'_>, weights: &[f64]) -> usize {
     let mut searched = 0;
     let mut worst = 0.0f64;

@@ -59,7 +59,8 @@ pub enum DequantizeReason {
         /// The problem, such as a failed self-test.
         problem: String,
     },
-    /// [`init`](crate::init) was not called.
+    /// [`init`](crate::init) was not called, or in a browser [`init_async`](crate::init_async) not
+    /// awaited.
     NotInitialized,
     /// Blocks run along another axis than the layer reads them.
     Axis {
@@ -177,6 +178,9 @@ pub fn matmul_path(layout: &Fp4Layout, dtype: DType, device: &Device) -> MatmulP
     }
     #[cfg(feature = "cube")]
     if let Some(cube) = with_products(device) {
+        if !device.supports_dtype(dtype) {
+            return MatmulPath::Dequantized(DequantizeReason::DType { dtype });
+        }
         return match is_active(device) {
             true => planned(layout, dtype, &cube),
             false => MatmulPath::Dequantized(DequantizeReason::NotInitialized),

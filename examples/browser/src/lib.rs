@@ -1,8 +1,8 @@
 //! A layer with FP4 weights in a browser: quantized in WebAssembly with the bits of the reference,
 //! multiplied by a kernel through WebGPU.
 //!
-//! A browser cannot wait for a GPU. So the layer is quantized on Burn's CPU device and its record
-//! loaded on the GPU, the driver is tested by [`init_async`], and outputs are read by
+//! A browser cannot wait for a GPU. So the layer is quantized on Burn's CPU device, and moved or
+//! loaded as a record, the driver is tested by [`init_async`], and outputs are read by
 //! `into_data_async`.
 
 use burn::module::Module;
@@ -43,11 +43,15 @@ pub async fn run() -> Result<String, JsError> {
 
         let input = Tensor::<2>::random([1, CHANNELS], Distribution::Default, &cpu);
         let expected = packed.forward(input.clone()).into_data_async().await?;
-        // As a page loads a record that it has downloaded.
-        let record = packed.into_record();
-        let mut packed: Linear =
-            LinearConfig::new(CHANNELS, CHANNELS).with_bias(false).init(&gpu);
-        packed.load_fp4_record(record)?;
+        let packed = match name {
+            "NVFP4" => packed.to_device_fp4(&gpu),
+            // As a page loads a record that it has downloaded.
+            _ => {
+                let mut fresh = LinearConfig::new(CHANNELS, CHANNELS).with_bias(false).init(&gpu);
+                fresh.load_fp4_record(packed.into_record())?;
+                fresh
+            }
+        };
         let input = Tensor::<2>::from_data(input.into_data_async().await?, &gpu);
         let found = packed.forward(input.clone()).into_data_async().await?;
         let largest = |values: &[f32]| values.iter().fold(0.0, |most: f32, x| most.max(x.abs()));

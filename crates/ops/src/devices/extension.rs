@@ -235,7 +235,7 @@ pub trait Fp4Backend: Backend {
         saturated: Saturated,
     ) -> FloatTensor<Self> {
         let _ = saturated;
-        quantize::fake_quantize::<Self>(values, amax, axis, scheme, target)
+        quantize::fake_quantize::<Self>(values, amax, axis, scheme, target, Self::fp4_dequantize)
     }
 
     /// Applies the Hadamard transform along an axis, or its inverse, in the dtype of the input.

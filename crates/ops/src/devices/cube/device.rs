@@ -95,7 +95,7 @@ pub(crate) fn capability(device: &CubeDevice, client: &Client) -> Result<Capabil
     found
 }
 
-/// Returns false in a browser if the driver was not tested yet.
+/// Returns true if the driver was tested; always outside a browser.
 pub(crate) fn is_tested(device: &CubeDevice) -> bool {
     cfg!(not(target_family = "wasm")) || tested().get(device).is_some()
 }

@@ -80,21 +80,19 @@ impl Planner {
     }
 }
 
-impl Planner {
-    /// Returns the dtype that kernels multiply values of a dtype in: f32 if they take no buffers of
-    /// its own, as in WGSL.
-    fn product_dtype(&self, dtype: DType) -> Dtype {
-        let dtype = kernel_dtype(dtype);
-        let taken = self.capability.portable.is_none_or(|portable| portable.holds(dtype));
-        if taken { dtype } else { Dtype::F32 }
-    }
-}
-
 /// Smallest number of rows of the input for products in FP8. With fewer some are slower on an H100
 /// than in bf16.
 const MIN_FP8_ROWS: usize = 129;
 
 impl Planner {
+    /// Returns the dtype that kernels multiply values of a dtype in: f32 if they take no buffers of
+    /// its own, as in WGSL. The driver then converts inputs and outputs, and may round either way.
+    fn product_dtype(&self, dtype: DType) -> Dtype {
+        let dtype = kernel_dtype(dtype);
+        let taken = self.capability.portable.is_none_or(|portable| portable.holds(dtype));
+        if taken { dtype } else { Dtype::F32 }
+    }
+
     /// Plans the product of an input `[m, k]` with a weight `[k, n]` in FP8.
     ///
     /// # Errors
@@ -195,9 +193,11 @@ fn run_with(
     let next = next_weight(first, &weights[0].0);
     let outputs = launch(&input.client, input.handle.clone(), weights, next)
         .expect("tensors have the lengths of their shapes");
-    queues::submit_launches(&input.device);
     let tensor = |(output, shape)| output_tensor(&input, output, shape, input.dtype);
-    outputs.into_iter().zip(shapes).map(|output| cast(tensor(output), dtype)).collect()
+    let outputs = outputs.into_iter().zip(shapes);
+    let outputs = outputs.map(|output| cast(tensor(output), dtype)).collect();
+    queues::submit_launches(&input.device);
+    outputs
 }
 
 /// Returns the parts of a packed tensor in contiguous memory.
@@ -334,21 +334,22 @@ mod tests {
 
     use super::*;
 
+    const GPU: Capability = Capability {
+        plane: 32,
+        cubes: 528,
+        max_cubes: u32::MAX,
+        converts_bf16: true,
+        mma: true,
+        wgmma: WgmmaSupport::None,
+        fast_shared_memory: true,
+        doubles: true,
+        decoding: Decoding::Subnormals,
+        portable: None,
+    };
+
     #[test]
     fn a_plan_is_made_once_for_a_product_and_anew_for_another_one() {
-        let capability = Capability {
-            plane: 32,
-            cubes: 528,
-            max_cubes: u32::MAX,
-            converts_bf16: true,
-            mma: true,
-            wgmma: WgmmaSupport::None,
-            fast_shared_memory: true,
-            doubles: true,
-            decoding: Decoding::Subnormals,
-            portable: None,
-        };
-        let mut planner = Planner { capability, last: None };
+        let mut planner = Planner { capability: GPU, last: None };
         let layout = Fp4Layout::new(&[512, 256].into(), 0, &Fp4Scheme::nvfp4()).unwrap();
         let first = planner.plan(1, &layout, DType::F32).expect("a plan");
         // A plan that is made anew is for this device.
@@ -365,6 +366,28 @@ mod tests {
         let plan = planner.plan(1, &other, DType::F32).expect("a plan");
         assert_eq!((plan.matmul().n, plan.matmul().k), (512, 256));
         assert_eq!(planner.plan(1, &layout.transposed(), DType::F32), None);
+    }
+
+    #[test]
+    fn halves_are_multiplied_in_f32_where_kernels_take_no_buffers_of_them() {
+        use burn_fp4_cubecl::Portable;
+
+        let portable = Portable {
+            f16: false,
+            bf16: false,
+            cmma_f16: false,
+            cmma_bf16: false,
+            decoder: true,
+            units: 256,
+            shared_memory: 16 << 10,
+        };
+        let layout = Fp4Layout::new(&[512, 256].into(), 0, &Fp4Scheme::nvfp4()).unwrap();
+        for (f16, expected) in [(false, Dtype::F32), (true, Dtype::F16)] {
+            let portable = Some(Portable { f16, ..portable });
+            let mut planner = Planner { capability: Capability { portable, ..GPU }, last: None };
+            let plan = planner.plan(3, &layout, DType::F16).expect("a plan");
+            assert_eq!(plan.matmul().dtype, expected);
+        }
     }
 
     fn run(order: &mut RunOrder<char>, items: &str) -> Vec<Option<char>> {

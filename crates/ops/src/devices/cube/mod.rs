@@ -164,7 +164,7 @@ fn divides_exactly(device: &CubeDevice) -> bool {
     exact
 }
 
-/// Returns signed bytes as i32, by operations on words.
+/// Returns signed bytes as i32, using words.
 fn signed_bytes(bytes: &CubeTensor) -> CubeTensor {
     let words = words(bytes, DType::I32);
     let count = words.meta.num_elements();
@@ -421,7 +421,8 @@ impl Fp4Backend for CubeBackend {
         _for_gradients: Saturated,
     ) -> FloatTensor<Self> {
         if !has_kernels(&values.device) {
-            return portable::fake_quantize::<Self>(values, amax, axis, scheme, target);
+            let dequantize = Self::fp4_dequantize;
+            return portable::fake_quantize::<Self>(values, amax, axis, scheme, target, dequantize);
         }
         let values = into_contiguous(values);
         let shape = values.meta.shape().clone();

@@ -9,7 +9,7 @@ use burn_fp4_search::{Blocks, Fp4Scheme, Method};
 
 use super::bits::bits;
 use super::block_scale::block_scales;
-use super::dequantize;
+use super::dequantize::restore;
 use super::element::{normalize, round_to_e2m1};
 use super::floats::{Floats, from_rows, rows};
 use super::four_over_six::four_over_six;
@@ -89,13 +89,15 @@ pub fn quantize<B: Backend>(
     }
 }
 
-/// [`fp4_fake_quantize`](crate::Fp4Backend::fp4_fake_quantize) by tensor operations.
+/// [`fp4_fake_quantize`](crate::Fp4Backend::fp4_fake_quantize) by tensor operations, and where the
+/// host quantizes with the device's [`fp4_dequantize`](crate::Fp4Backend::fp4_dequantize).
 pub fn fake_quantize<B: Backend>(
     values: FloatTensor<B>,
     amax: FloatTensor<B>,
     axis: usize,
     scheme: Fp4Scheme,
     target: DequantTarget,
+    dequantize: fn(Fp4Primitive<B>, Fp4Layout, FloatDType) -> FloatTensor<B>,
 ) -> FloatTensor<B> {
     let (shape, dtype) = (values.shape().to_vec(), FloatDType::from(values.dtype()));
     if needs_host(&scheme) {
@@ -106,7 +108,7 @@ pub fn fake_quantize<B: Backend>(
             let one = i64::from(1.0f32.to_bits());
             packed.tensor_scale = B::int_full(shape, one.into(), &device, IntDType::I32);
         }
-        return dequantize::dequantize::<B>(packed, layout, dtype);
+        return dequantize(packed, layout, dtype);
     }
     let quantized = quantize_rows(rows::<B>(values, axis), amax, &scheme);
     let elements = quantized.codes.look_up(&E2M1_VALUES);
@@ -114,7 +116,6 @@ pub fn fake_quantize<B: Backend>(
         DequantTarget::Full => quantized.tensor_scale,
         DequantTarget::WithoutTensorScale => Floats::filled(1.0, &quantized.tensor_scale),
     };
-    let restored =
-        dequantize::restore(&elements, &quantized.scales, &tensor_scale, scheme.format());
+    let restored = restore(&elements, &quantized.scales, &tensor_scale, scheme.format());
     from_rows(restored, &shape, axis, dtype)
 }

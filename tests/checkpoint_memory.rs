@@ -44,6 +44,7 @@ fn loaded(path: &Path, layers: usize) -> Vec<Linear> {
 
 /// 8 million weights: the peak is the packed model and less than one packed tensor more.
 #[test]
+#[ignore = "slow"]
 fn loading_peaks_at_the_packed_model_and_one_tensor() {
     const LAYERS: usize = 8;
     for dialect in ["modelopt", "compressed-tensors"] {

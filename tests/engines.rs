@@ -116,6 +116,7 @@ fn engines_take_shapes_that_do_not_fill_a_batch_or_a_tile() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn special_values_follow_the_reference_in_every_engine() {
     for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 1e-45, -f32::MAX] {
         let mut values = Kind::Weights.values(32 * 32, 5);

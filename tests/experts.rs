@@ -235,6 +235,7 @@ fn experts_with_the_same_inputs_get_the_codes_they_get_alone() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn an_expert_without_tokens_falls_back_and_the_report_says_which() {
     const IDLE: usize = 3;
     let (train, _) = Digits::train_and_test();

@@ -254,6 +254,7 @@ fn two_dialects_keep_the_codes_and_the_greedy_tokens_of_transformers() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn gptq_calibrates_once_or_layer_by_layer() {
     let folder = folder("genesis");
     let tokens = Tokens::new(&folder.tokenizer().expect("a tokenizer"), BOOK, 0.1).unwrap();

@@ -15,6 +15,7 @@ const LAYERS: usize = 24;
 /// 25 million weights. Each is freed when it is packed: the peak is hardly more than the dense
 /// model, and afterwards only codes and scales are left.
 #[test]
+#[ignore = "slow"]
 fn quantizing_in_place_peaks_barely_above_the_dense_model() {
     let device = Device::flex();
     let before = ALLOCATOR.current_usage();

@@ -500,6 +500,7 @@ fn statistics_that_no_method_needs_may_come_after_an_interruption() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn a_run_whose_config_was_touched_is_resumed_and_a_finished_one_is_not() {
     let folder = tempdir().expect("a folder");
     let path = model::model(folder.path(), "model", LARGE);
@@ -535,6 +536,7 @@ fn a_run_that_was_killed_before_its_first_weight_is_started_over_with_a_note() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn values_that_an_earlier_run_has_copied_and_are_not_finite_are_warned_of() {
     let folder = tempdir().expect("a folder");
     let mut tensors = model::tensors(LARGE);

@@ -42,6 +42,7 @@ fn of_module(model: &Llama<Linear>) -> Packed {
 }
 
 #[test]
+#[ignore = "slow"]
 fn what_a_budget_has_chosen_is_what_fp4_quantizes_by_its_recipe() {
     let folder = tempdir().expect("a folder");
     let dense = load();

@@ -106,6 +106,7 @@ fn a_name_that_is_there_twice_is_found_among_many() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn metadata_of_many_megabytes_is_read() {
     let path = folder("headers-metadata").join("x.safetensors");
     let check = |what: &str, metadata: &str, expected: [(&str, &str); 2]| {
@@ -177,6 +178,7 @@ fn an_index_of_many_tensors_gives_their_order() {
 }
 
 #[test]
+#[ignore = "slow"]
 fn gguf_headers_of_many_tensors_are_read() {
     const PAIRS: u64 = 500_000;
     const TENSORS: u64 = 500_000;

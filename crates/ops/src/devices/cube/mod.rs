@@ -323,6 +323,7 @@ impl Fp4Backend for CubeBackend {
     }
 
     fn fp4_largest(packed: Fp4Primitive<Self>, layout: Fp4Layout) -> FloatTensor<Self> {
+        // As words, which WGSL has too.
         let (shape, device) = (packed.codes.meta.shape().clone(), packed.codes.device.clone());
         let sixes = i64::from(i32::from_ne_bytes([portable::dequantize::SIXES; 4]));
         let words = Shape::new([shape.num_elements().div_ceil(4)]);

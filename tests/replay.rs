@@ -9,7 +9,7 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, Relu};
 use burn::tensor::{DType, Device, Distribution, IndexingUpdateOp, Int, Tensor};
 use burn_fp4::{Fp4Config, Fp4Module, Replay, ReplayError, ReplayParts, ReplayTensors};
 use burn_fp4_ops::{
-    Fp4Scheme, GraphState, KvCache, KvFormat, OpsError, RotaryEmbedding, attention,
+    Fp4Scheme, GraphState, Int8Matrix, KvCache, KvFormat, OpsError, RotaryEmbedding, attention,
 };
 use tests::compare::{ROUNDING_OF_FACTORS, assert_near};
 use tests::engines::devices;
@@ -163,6 +163,49 @@ fn a_step_that_attends_to_a_packed_kv_cache_is_captured() {
                 assert_eq!(floats(found), floats(expected), "{name}, {format:?} at {at}");
                 assert_eq!(replay.is_graph(), has_graphs(name), "{name}");
             }
+        }
+    });
+}
+
+/// Rotations and an output layer in int8 are no parameters. They and the weights are made by three
+/// threads, and two others replay.
+#[test]
+fn tables_of_other_threads_than_the_weights_are_captured() {
+    type Model = (Linear, RotaryEmbedding, Int8Matrix);
+    type Inputs = (Tensor<4>, Tensor<1, Int>);
+    fn step((layer, rotary, head): &Model, cache: KvCache, inputs: Inputs) -> (KvCache, Tensor<3>) {
+        let (x, position) = inputs;
+        let positions = rotary.at(position, 8, DType::F32);
+        let heads = layer.forward(x);
+        let (output, cache) =
+            attention(heads.clone(), heads.clone(), heads, Some(cache), &positions);
+        (cache, head.product(output))
+    }
+    each_device(|name, device| {
+        let [for_layer, for_tables, for_head] = [(); 3].map(|()| device.clone());
+        let make = move || packed(LinearConfig::new(32, 32).init(&for_layer));
+        let layer = on_another_thread(make);
+        let make = move || RotaryEmbedding::new(&[0.5; 16], 8, &for_tables);
+        let rotary = on_another_thread(make);
+        let make =
+            move || Int8Matrix::quantize(random(3, [48, 64], &for_head)).expect("whole blocks");
+        let model = (layer, rotary, on_another_thread(make));
+        for thread in 0..2 {
+            let (name, device, model) = (name.to_owned(), device.clone(), model.clone());
+            on_another_thread(move || {
+                let cache = || KvCache::zeros([1, 2, 8, 32], DType::F32, &device);
+                let (mut plain, mut replay) =
+                    (cache(), Replay::with_state(model.clone(), cache(), step));
+                for at in 0..3 {
+                    let x: Tensor<4> = random(at, [1, 1, 2, 32], &device);
+                    let inputs = (x, Tensor::from_ints([at as i32], &device));
+                    let found = replay.run(inputs.clone()).expect("a pass that can be captured");
+                    let expected;
+                    (plain, expected) = step(&model, plain, inputs);
+                    assert_eq!(floats(found), floats(expected), "{name}, {thread} at {at}");
+                    assert_eq!(replay.is_graph(), has_graphs(&name), "{name}");
+                }
+            });
         }
     });
 }

@@ -1,15 +1,19 @@
-//! Soak test of replay: changing inputs and threads, weights requantized and dropped in between. No
-//! output may differ from the forward pass, and no memory may leak.
+//! Soak test of replay: changing inputs and threads, KV caches of every format, weights requantized
+//! and dropped in between. No output may differ from the forward pass, and no memory may leak.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig, Relu};
-use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_fp4::ops::{KvCache, KvFormat, RotaryEmbedding, attention};
 use burn_fp4::{Fp4Config, Fp4Module, Replay};
 
 const SIDE: usize = 1024;
+const HEAD_DIM: usize = 128;
+/// Numbers of query heads and of key heads.
+const HEADS: [usize; 2] = [SIDE / HEAD_DIM, 2];
 const CONTEXT: usize = 64;
 const ROUNDS: usize = 4;
 const THREADS: usize = 8;
@@ -17,20 +21,24 @@ const THREADS: usize = 8;
 #[derive(Module, Debug)]
 struct Net {
     layers: Vec<Linear>,
+    rotary_emb: RotaryEmbedding,
 }
 
-/// Rows of all steps so far, `[CONTEXT, SIDE]`.
-type Cache = Tensor<2>;
-
-fn step(net: &Net, cache: Cache, (x, at): (Tensor<2>, Tensor<1, Int>)) -> (Cache, Tensor<2>) {
+/// Runs the layers on rows `[rows, SIDE]`. The first row attends to the first rows of all steps.
+fn step(net: &Net, cache: KvCache, (x, at): (Tensor<2>, Tensor<1, Int>)) -> (KvCache, Tensor<2>) {
     let mut hidden = x;
     for layer in &net.layers {
         hidden = Relu::new().forward(layer.forward(hidden.clone())) + hidden;
     }
-    let last = hidden.clone().narrow(0, 0, 1);
-    let cache = cache.select_assign(0, at, last, IndexingUpdateOp::Assign);
-    let mean = cache.clone().mean_dim(0);
-    (cache, hidden + mean)
+    let first = hidden.clone().narrow(0, 0, 1);
+    let heads = |count: usize| {
+        let channels = count * HEAD_DIM;
+        first.clone().narrow(1, 0, channels).reshape([1, 1, count, HEAD_DIM])
+    };
+    let [queries, keys] = HEADS.map(heads);
+    let positions = net.rotary_emb.at(at, CONTEXT, DType::BF16);
+    let (attended, cache) = attention(queries, keys.clone(), keys, Some(cache), &positions);
+    (cache, hidden + attended.reshape([1, SIDE]))
 }
 
 /// Compares `replays` replays with forward passes, on several threads.
@@ -43,7 +51,8 @@ pub(crate) fn soak(replays: usize) {
         layer.bias = layer.bias.map(|bias| bias.map(|bias| bias.cast(DType::BF16)));
         layer
     });
-    let dense = Net { layers: layers.collect() };
+    let rotary_emb = RotaryEmbedding::new(&[0.5; HEAD_DIM / 2], CONTEXT, &device);
+    let dense = Net { layers: layers.collect(), rotary_emb };
     let mut packed = dense.clone();
     packed.quantize_fp4(&Fp4Config::nvfp4()).expect("a valid model");
     let (different, compared, failed) =
@@ -89,9 +98,18 @@ pub(crate) fn soak(replays: usize) {
     assert_eq!(wrong, 0, "outputs that differ, and runs that could not be recorded");
 }
 
+/// Makes an empty cache. Seeds take the packed formats in turn, then bf16.
+fn empty_cache(seed: usize, device: &Device) -> KvCache {
+    let shape = [1, HEADS[1], CONTEXT, HEAD_DIM];
+    match KvFormat::ALL.into_iter().map(Some).chain([None]).cycle().nth(seed).flatten() {
+        Some(format) => KvCache::packed_zeros(shape, format, device).expect("whole blocks"),
+        None => KvCache::zeros(shape, DType::BF16, device),
+    }
+}
+
 /// Returns the numbers of outputs that differ, outputs compared, and runs that failed to capture.
 fn thread_runs(device: &Device, dense: &Net, packed: Net, seed: usize, runs: usize) -> [usize; 3] {
-    let empty = || Tensor::<2>::zeros([CONTEXT, SIDE], device).cast(DType::BF16);
+    let empty = || empty_cache(seed, device);
     let mut model = packed;
     let mut replay = Replay::with_state(model.clone(), empty(), step);
     let mut cache = empty();

@@ -1,15 +1,19 @@
 //! [`Int8Matrix`]: an output layer of signed bytes.
 
-use burn::backend::Dispatch;
+use burn::backend::{Dispatch, DispatchTensor};
 use burn::module::Module;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4_search::Activations;
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 
+#[cfg(feature = "cube")]
+use crate::devices::cube::graph::Constants;
 use crate::devices::decoder::{
     DecoderBackend, HostDecoderBackend, has_host_decoder, multiplies_int8,
 };
 use crate::devices::extension::{Fp4Backend, weight_data};
+#[cfg(not(feature = "cube"))]
+use crate::devices::no_graph::Constants;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
 
@@ -36,6 +40,8 @@ pub struct Int8Matrix {
     codes: Tensor<2, Int>,
     /// f32, `[N, K / 32]`.
     scales: Tensor<2>,
+    #[module(skip)]
+    constants: Constants,
     /// How products read their input on `flex`. Not part of records.
     #[module(skip)]
     pub activations: Activations,
@@ -67,6 +73,7 @@ impl Int8Matrix {
         Ok(Self {
             codes: Tensor::from_data(weight_data(codes, &device), (&device, DType::I8)),
             scales: Tensor::from_data(weight_data(scales, &device), (&device, DType::F32)),
+            constants: Constants::default(),
             activations: Activations::F32,
         })
     }
@@ -134,8 +141,7 @@ impl Int8Matrix {
         let (dtype, input) = (input.dtype(), input.reshape([rows, channels]));
         let device = input.device();
         let product = if Self::multiplies_codes(&device, dtype, rows, [outputs, channels]) {
-            let codes = self.codes.clone().into_dispatch();
-            let scales = self.scales.clone().into_dispatch();
+            let [codes, scales] = self.parts();
             let input = input.into_dispatch();
             let rounds = self.activations == Activations::Int8;
             Tensor::<2>::from_dispatch(if rounds && has_host_decoder(&device, [dtype]) {
@@ -152,11 +158,14 @@ impl Int8Matrix {
     /// Multiplies each code by its scale, in f32.
     #[must_use]
     pub fn dequantize(&self) -> Tensor<2> {
-        let (codes, scales) = (self.codes.clone(), self.scales.clone());
-        Tensor::from_dispatch(Dispatch::fp4_dequantize_int8(
-            codes.into_dispatch(),
-            scales.into_dispatch(),
-        ))
+        let [codes, scales] = self.parts();
+        Tensor::from_dispatch(Dispatch::fp4_dequantize_int8(codes, scales))
+    }
+
+    /// Returns codes and scales, which a capture may read.
+    fn parts(&self) -> [DispatchTensor; 2] {
+        let Self { codes, scales, constants, .. } = self.clone();
+        constants.of([codes.into_dispatch(), scales.into_dispatch()])
     }
 }
 

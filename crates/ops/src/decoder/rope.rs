@@ -6,7 +6,11 @@ use std::sync::OnceLock;
 use burn::module::Module;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
+#[cfg(feature = "cube")]
+use crate::devices::cube::graph::Constants;
 use crate::devices::decoder::decoder_code;
+#[cfg(not(feature = "cube"))]
+use crate::devices::no_graph::Constants;
 
 /// Cosines and sines of every position, `[positions, head_dim / 2]`.
 #[derive(Module, Debug)]
@@ -15,6 +19,8 @@ pub struct RotaryEmbedding {
     sin: Tensor<2>,
     /// Index of the channel that each channel of a head is paired with, `[head_dim]`.
     partners: Tensor<1, Int>,
+    #[module(skip)]
+    constants: Constants,
 }
 
 impl RotaryEmbedding {
@@ -34,7 +40,8 @@ impl RotaryEmbedding {
         let partners: Vec<i32> = (half..2 * half).chain(0..half).collect();
         let partners = TensorData::new(partners, [2 * inv_freq.len()]);
         let partners = Tensor::from_data(partners, device);
-        Self { cos: table(f64::cos), sin: table(f64::sin), partners }
+        let (cos, sin) = (table(f64::cos), table(f64::sin));
+        Self { cos, sin, partners, constants: Constants::default() }
     }
 
     /// Prepares the positions `[tokens]` of a forward pass, for attention to `keys` keys in
@@ -42,7 +49,11 @@ impl RotaryEmbedding {
     #[must_use]
     pub fn at(&self, positions: Tensor<1, Int>, keys: usize, dtype: DType) -> Positions {
         let own_operations = decoder_code(&positions.device(), [dtype]).is_some();
-        let Self { cos, sin, partners } = self.clone();
+        let Self { cos, sin, partners, constants } = self.clone();
+        let tables = [cos.into_dispatch(), sin.into_dispatch(), partners.into_dispatch()];
+        let [cos, sin, partners] = constants.of(tables);
+        let (cos, sin) = (Tensor::from_dispatch(cos), Tensor::from_dispatch(sin));
+        let partners = Tensor::from_dispatch(partners);
         let prepared =
             Positions { positions, keys, dtype, cos, sin, partners, rows: OnceLock::new() };
         // Before the layers, as Burn's fusion would not fuse them in between.

@@ -57,6 +57,17 @@ impl GraphState {
     }
 }
 
+/// The plain tensors of a module stay where they are.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Constants;
+
+impl Constants {
+    /// Returns the tensors.
+    pub(crate) fn of<const N: usize>(&self, tensors: [DispatchTensor; N]) -> [DispatchTensor; N] {
+        tensors
+    }
+}
+
 /// A captured forward pass: one launch on CUDA; on wgpu CubeCL encodes the prepared launches again.
 /// Exists only in builds with Cube devices.
 #[derive(Debug)]

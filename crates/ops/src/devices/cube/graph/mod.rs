@@ -17,9 +17,11 @@
 //! | `replay.rs`  | [`CapturedGraph`]: captures a pass and replays it                            |
 //! | `capture.rs` | the runs of a pass before the capture, and the capture                       |
 //! | `state.rs`   | [`GraphState`]: tensors that are carried from replay to replay               |
+//! | `constants.rs` | tensors that are neither parameters nor arguments, in that stream's memory |
 //! | `memory.rs`  | tensors in and out of Burn's stream of operations, and copies of them        |
 
 mod capture;
+mod constants;
 mod memory;
 mod replay;
 mod state;
@@ -29,6 +31,7 @@ use burn_cubecl::CubeDevice;
 
 use super::queues;
 
+pub(crate) use self::constants::Constants;
 pub use self::replay::CapturedGraph;
 pub use self::state::GraphState;
 

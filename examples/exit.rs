@@ -13,8 +13,37 @@ pub fn exit_code(result: Result<()>) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Formats an error with its causes in one line. `RUST_BACKTRACE=1` is set for panics, often for a
-/// whole shell: a stack backtrace of an error is printed only for `RUST_LIB_BACKTRACE=1`.
+/// Formats an error with its causes. `RUST_BACKTRACE=1` is set for panics, often for a whole shell:
+/// a stack backtrace of an error is printed only for `RUST_LIB_BACKTRACE=1`.
 fn message(error: &Error, backtrace: bool) -> String {
-    if backtrace { format!("error: {error:?}") } else { format!("error: {error:#}") }
+    if backtrace { format!("error: {error:?}") } else { format!("error: {}", in_one_line(error)) }
+}
+
+/// Formats an error with its causes in one line. Many errors end with their cause themselves.
+pub fn in_one_line(error: &Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if line.is_empty() {
+            line = cause;
+        } else if !line.ends_with(&cause) {
+            line = format!("{line}: {cause}");
+        }
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn a_cause_that_an_error_names_is_not_repeated() {
+        let missing = || io::Error::new(io::ErrorKind::NotFound, "no such file");
+        let error = Error::from(missing()).context("config.json: no such file").context("opening");
+        assert_eq!(in_one_line(&error), "opening: config.json: no such file");
+        let error = Error::from(missing()).context("config.json");
+        assert_eq!(in_one_line(&error), "config.json: no such file");
+    }
 }

@@ -406,10 +406,48 @@ fn a_folder_stage_by_stage_has_the_bytes_of_the_whole_model() {
             model.quantize_fp4(&config).map_err(Into::into)
         };
         let written = folder.save(&model, &paths[1], job.dialect).expect("a folder");
-        assert_eq!(found.report, report.expect("quantized"), "{name} {method}");
+        let mut report = report.expect("quantized");
+        for (one, found) in report.parameters.iter_mut().zip(&found.report.parameters) {
+            // Sizes in memory and in files.
+            (one.bytes_before, one.bytes_after) = (found.bytes_before, found.bytes_after);
+        }
+        assert_eq!(found.report, report, "{name} {method}");
         assert_eq!((found.files, found.bytes), (written.files, written.bytes), "{name} {method}");
         assert_same_files(&paths[0], &paths[1]);
     }
+}
+
+#[test]
+fn a_report_on_a_folder_has_the_sizes_of_its_files() {
+    let (folder, tokens) = (folder("genesis"), few_tokens());
+    let options = options(Method::SSE, false);
+    let config = options.config(&load::<Linear>(&folder)).expect("a configuration");
+    let job = quantize(&folder, &config, &options, &tokens, false);
+    let found = job.run(&out("sizes")).expect("quantized");
+    // The model is bf16 in its files, and f32 in memory.
+    let source = folder.checkpoint().model().expect("a model");
+    let before: usize = source.weights.iter().map(|weight| weight.bytes()).sum();
+    assert_eq!(found.report.bytes_before(), before);
+    let after = found.report.bytes_after() as f64;
+    assert!((after / found.bytes as f64 - 1.0).abs() < 0.01, "{after} of {}", found.bytes);
+}
+
+#[test]
+fn layer_by_layer_without_a_method_that_calibrates_is_refused() {
+    let (folder, tokens) = (folder("genesis"), few_tokens());
+    let options = options(Method::SSE, true);
+    let config = options.config(&load::<Linear>(&folder)).expect("a configuration");
+    let job = quantize(&folder, &config, &options, &tokens, false);
+    let error = job.run(&out("sse-sequential")).expect_err("nothing to calibrate").to_string();
+    assert!(error.contains("--sequential") && error.contains("--method gptq"), "{error}");
+}
+
+#[test]
+fn a_reference_with_another_vocabulary_is_refused() {
+    let (bytes, other) = (folder("genesis"), folder("llama3"));
+    assert!(bytes.check_vocabulary(&bytes).is_ok());
+    let error = bytes.check_vocabulary(&other).expect_err("40 tokens").to_string();
+    assert!(error.contains("256") && error.contains("--reference"), "{error}");
 }
 
 /// A copy of a folder whose weights can be spoiled and repaired, without a trace in its times.

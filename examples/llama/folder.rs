@@ -38,7 +38,12 @@ impl Folder {
     pub fn open(path: &Path) -> Result<Self> {
         let file = path.join("config.json");
         let name = || file.display().to_string();
-        let text = fs::read(&file).with_context(name)?;
+        let text = fs::read(&file).with_context(|| {
+            format!(
+                "{}: expected a Hugging Face folder, with config.json, tokenizer.json and weights",
+                path.display()
+            )
+        })?;
         let config = LlamaConfig::parse(&text).with_context(name)?;
         Ok(Self { config, checkpoint: Checkpoint::open(path)? })
     }
@@ -53,6 +58,21 @@ impl Folder {
             return Self::open(path);
         }
         Ok(Self { config: other.config.clone(), checkpoint: Checkpoint::open(path)? })
+    }
+
+    /// Checks that the model predicts as many tokens as a reference.
+    ///
+    /// # Errors
+    /// The two have vocabularies of different sizes.
+    pub fn check_vocabulary(&self, reference: &Self) -> Result<()> {
+        let [found, expected] = [self, reference].map(|folder| folder.config.vocab_size);
+        ensure!(
+            found == expected,
+            "{}: a vocabulary of {found} tokens, but the reference has {expected}; pass the \
+             model that it was made from as --reference",
+            self.checkpoint.container().root().display()
+        );
+        Ok(())
     }
 
     /// Returns the weights of the model as its files have them.

@@ -43,7 +43,9 @@ pub use generate::{Generated, generate};
 pub use model::{KvCaches, Llama, Projection};
 pub use part::{Activations, Part, Stage};
 pub use perplexity::{Difference, Losses, Perplexity, WindowLoss, Windows, perplexity};
-pub use quantize::{CalibrationWindows, QuantizeOptions, fp4_config, methods, scheme};
+pub use quantize::{
+    CalibrationWindows, QuantizeOptions, at_least_one, fp4_config, methods, scheme,
+};
 pub use quantize_folder::{QuantizeFolder, QuantizedFolder, Seconds};
 pub use sampling::Sampling;
 pub use sensitivity::{divergence, quantized_alone, rank_correlation, sensitivity};

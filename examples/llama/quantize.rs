@@ -7,7 +7,7 @@ use burn_fp4::{
     Calibration, CalibrationOptions, Fp4Config, Fp4Format, Fp4Module, Fp4Report, Fp4Scheme, Gptq,
     Method,
 };
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
 
 use super::model::{Llama, Projection};
 use super::tokens::Tokens;
@@ -48,7 +48,7 @@ pub struct QuantizeOptions {
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct CalibrationWindows {
     /// Windows to calibrate on.
-    #[arg(long = "calibration-windows", default_value_t = 128)]
+    #[arg(long = "calibration-windows", default_value_t = 128, value_parser = at_least_one())]
     pub windows: usize,
     /// Tokens of a calibration window.
     #[arg(long, default_value_t = 256)]
@@ -56,6 +56,11 @@ pub struct CalibrationWindows {
     /// Seed of the calibration windows.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
+}
+
+/// Parses a number from 1 on.
+pub fn at_least_one() -> impl TypedValueParser<Value = usize> {
+    RangedU64ValueParser::<usize>::new().range(1..)
 }
 
 /// Parses the name of a method; the help lists all of them.

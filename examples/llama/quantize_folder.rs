@@ -18,13 +18,14 @@ use burn_fp4::{
     Calibrated, CalibrationOptions, Checkpoint, Fp4Config, Fp4Parts, Fp4Report, LoadCheckpoint,
     ParameterReport, WriteReport,
 };
+use examples::in_one_line;
 use examples::progress::{self, ProgressBar};
 use serde::{Deserialize, Serialize};
 
 use super::folder::{Folder, names, narrow_outline, narrowed};
 use super::model::Llama;
 use super::part::{Activations, Part, Stage};
-use super::quantize::{QuantizeOptions, options};
+use super::quantize::{CalibrationWindows, QuantizeOptions, options};
 use super::tokens::Tokens;
 
 /// A folder to be quantized, and how.
@@ -102,8 +103,7 @@ impl QuantizeFolder<'_> {
         shapes.max_position_embeddings = shapes.max_position_embeddings.min(context);
         let whole = Llama::<Linear>::new(&shapes, self.device)?;
         self.folder.check_dense(&whole)?;
-        let transforms = self.config.scheme.hadamard.is_some();
-        if self.resume && self.options.sequential && transforms {
+        if self.resume && !self.can_resume() {
             // Layers are read back from the unfinished folder, whose other layers have no matrix.
             bail!(
                 "--resume cannot go on with --sequential and --hadamard; remove the unfinished \
@@ -111,6 +111,12 @@ impl QuantizeFolder<'_> {
             );
         }
         let decided = Fp4Parts::new(&whole, self.config)?;
+        if self.options.sequential && !decided.needs_inputs() {
+            bail!(
+                "--sequential: no weight has a method that calibrates; pass --method gptq, or \
+                   remove it"
+            );
+        }
         let source = self.folder.checkpoint().model()?;
         let (outline, copied) = self.outline(&decided, &source)?;
         let planned = outline.plan(self.dialect, &WriteOptions::default())?;
@@ -138,13 +144,16 @@ impl QuantizeFolder<'_> {
             Ok(()) => output.keep().to_owned(),
             Err(error) => {
                 let any = (0..outline.weights.len()).any(|at| output.is_done(at));
-                return Err(if any { unfinished(error, output.keep()) } else { error });
+                return Err(if any { self.unfinished(error, output.keep()) } else { error });
             }
         };
-        output.finish().map_err(|error| unfinished(error.into(), &partial))?;
+        output.finish().map_err(|error| self.unfinished(error.into(), &partial))?;
         seconds.save += clock.lap()?;
         let reports = earlier.into_values().map(|note| note.report).chain(reports);
-        let report = decided.report(reports)?;
+        let mut report = decided.report(reports)?;
+        for parameter in &mut report.parameters {
+            set_bytes(parameter, &source, &outline);
+        }
         let WriteReport { files, bytes, .. } = planned.report();
         Ok(QuantizedFolder { report, files, bytes, seconds })
     }
@@ -183,20 +192,44 @@ impl QuantizeFolder<'_> {
     fn create<'p>(&self, planned: &'p Planned<'p>, out: &Path) -> Result<Output<'p>> {
         let start = if self.resume { Start::Resume } else { Start::First };
         planned.create(out, &self.task()?, start).map_err(|error| match error {
-            CheckpointError::Unfinished { .. } => anyhow!("{error}, or pass --resume to go on"),
+            CheckpointError::Unfinished { .. } if self.can_resume() => {
+                anyhow!("{error}, or pass --resume to go on")
+            }
             error => error.into(),
         })
+    }
+
+    /// Returns true if an interrupted run can be resumed.
+    fn can_resume(&self) -> bool {
+        !(self.options.sequential && self.config.scheme.hadamard.is_some())
+    }
+
+    /// Says how to go on after an error.
+    fn unfinished(&self, error: anyhow::Error, partial: &Path) -> anyhow::Error {
+        let partial = partial.display();
+        let failed = |cause: &(dyn std::error::Error + 'static)| cause.is::<std::io::Error>();
+        let line = in_one_line(&error);
+        if !self.can_resume() {
+            return anyhow!("{line}; remove {partial} and run the command again");
+        }
+        if error.chain().any(failed) {
+            return anyhow!(
+                "{line}; run the same command with --resume to go on, or remove {partial}"
+            );
+        }
+        anyhow!("{line}; add --resume once the cause is mended, or remove {partial} to start over")
     }
 
     /// Describes everything that the bytes follow from, for the journal.
     fn task(&self) -> Result<String> {
         let QuantizeOptions { sequential, calibration, .. } = self.options;
+        let CalibrationWindows { windows, context, seed } = calibration;
         let mut hasher = DefaultHasher::new();
         self.tokens.hash(&mut hasher);
         let mut parts = vec![
             format!("the configuration {}", serde_json::to_string(self.config)?),
             format!("sequential: {sequential}, by {:?}", self.config.scheme.method),
-            format!("{calibration:?}"),
+            format!("--calibration-windows {windows} --context {context} --seed {seed}"),
             format!("tokens with the hash {:016x}", hasher.finish()),
             format!("{:?} in {:?}", self.device, self.device.settings().float_dtype),
         ];
@@ -213,16 +246,23 @@ impl QuantizeFolder<'_> {
     }
 }
 
-/// Says how to go on after an error.
-fn unfinished(error: anyhow::Error, partial: &Path) -> anyhow::Error {
-    let partial = partial.display();
-    let failed = |cause: &(dyn std::error::Error + 'static)| cause.is::<std::io::Error>();
-    if error.chain().any(failed) {
-        return anyhow!(
-            "{error:#}; run the same command with --resume to go on, or remove {partial}"
-        );
-    }
-    anyhow!("{error:#}; add --resume once the cause is mended, or remove {partial} to start over")
+/// Sets the bytes of a parameter to what the files have before and after, where a dense weight has
+/// another dtype in memory.
+fn set_bytes(parameter: &mut ParameterReport, source: &Model<'_>, outline: &Model<'_>) {
+    // A norm of Burn's calls its weight so.
+    let name = parameter.path.strip_suffix(".gamma").map(|norm| format!("{norm}.weight"));
+    let name = name.as_deref().unwrap_or(&parameter.path);
+    let of = |model: &Model<'_>| {
+        let weight = model.weights.iter().find(|weight| path(weight) == name);
+        weight.and_then(|weight| match &weight.value {
+            Value::Plain(tensor) => tensor.dtype.bytes(&tensor.shape),
+            Value::Fp8(_) => Some(weight.bytes()),
+            Value::Fp4(_) => None,
+        })
+    };
+    let (before, after) = (of(source), of(outline));
+    parameter.bytes_before = before.unwrap_or(parameter.bytes_before);
+    parameter.bytes_after = after.unwrap_or(parameter.bytes_after);
 }
 
 /// Reads the notes of an earlier run, by the place of the weight.

@@ -11,8 +11,8 @@ use burn_fp4::{
 };
 use examples::table::{figure, table};
 use llama::{
-    Batches, CalibrationWindows, Fidelity, Folder, Llama, Tokens, Windows, fidelity, fp4_config,
-    scheme, sensitivity,
+    Batches, CalibrationWindows, Fidelity, Folder, Llama, Tokens, Windows, at_least_one, fidelity,
+    fp4_config, scheme, sensitivity,
 };
 use serde::Serialize;
 
@@ -34,7 +34,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value_t = 1)]
     first_seed: u64,
     /// Windows of 256 tokens to calibrate on.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 128, value_parser = at_least_one())]
     calibration_windows: usize,
     /// Windows of 128 tokens to differentiate the loss on, for the budgets. With 0 no budgets are
     /// compared.

@@ -78,7 +78,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let report = Report { quantized, divergence, files, bytes };
     print(&report, arguments.json, || {
         let ([before, after], quantized) = (divergence, &report.quantized);
-        let saved = saved_lines(&arguments.out, files, bytes);
+        let next = arguments.text.report_command(&arguments.out, &arguments.folder);
+        let saved = saved_lines(&arguments.out, files, bytes, &next);
         format!(
             "{quantized}\n\
              divergence from the dense model: {before:.5} nats per token, {after:.5} at the end\n\

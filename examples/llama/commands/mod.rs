@@ -9,6 +9,7 @@ pub(crate) mod report;
 pub(crate) mod sensitivity;
 pub(crate) mod train;
 
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -38,6 +39,18 @@ pub(crate) struct TextOptions {
 }
 
 impl TextOptions {
+    /// Returns the command that reports on a model made from another with this text: on the part
+    /// that is held out.
+    fn report_command(&self, out: &Path, reference: &Path) -> String {
+        let command = format!("llama report {} --reference {}", quoted(out), quoted(reference));
+        match &self.text {
+            None => command,
+            Some(text) => {
+                format!("{command} --text {} --held-out {}", quoted(text), self.held_out)
+            }
+        }
+    }
+
     /// Reads and tokenizes the text.
     fn tokens(&self, tokenizer: &Tokenizer) -> Result<Tokens> {
         let text = match &self.text {
@@ -285,11 +298,12 @@ impl CacheOptions {
 
 /// Prints the result of a command, as JSON or as lines.
 fn print(result: &impl Serialize, json: bool, lines: impl FnOnce() -> String) -> Result<()> {
-    match json {
-        true => println!("{}", serde_json::to_string_pretty(result)?),
-        false => println!("{}", lines()),
+    let text = if json { serde_json::to_string_pretty(result)? } else { lines() };
+    // A reader that has seen enough, such as `head`, is no error.
+    match writeln!(io::stdout(), "{text}") {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// Formats a path for a shell, in quotes if it needs them.
@@ -301,12 +315,10 @@ fn quoted(path: &Path) -> String {
     }
 }
 
-/// Formats a written folder, and the command that measures it.
-fn saved_lines(out: &Path, files: usize, bytes: u64) -> String {
+/// Formats a written folder, and a command that measures it.
+fn saved_lines(out: &Path, files: usize, bytes: u64, next: &str) -> String {
     let plural = if files == 1 { "" } else { "s" };
     let megabytes = bytes as f64 / 1e6;
     let path = quoted(out);
-    format!(
-        "saved {megabytes:.1} MB in {files} file{plural} to {path}\nnext: llama perplexity {path}"
-    )
+    format!("saved {megabytes:.1} MB in {files} file{plural} to {path}\nnext: {next}")
 }

@@ -61,7 +61,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         let report = Report { products, cache, found };
         return print(&report, arguments.json, || line(&found));
     };
-    let (reference, _) = Folder::open(reference)?.load::<Fp4Linear>(&device)?;
+    let reference = Folder::open(reference)?;
+    folder.check_vocabulary(&reference)?;
+    let (reference, _) = reference.load::<Fp4Linear>(&device)?;
     let mut found = fidelity(&[&model], &reference, tokens, windows, &device)?;
     let report = Report { products, cache, found: found.remove(0) };
     print(&report, arguments.json, || lines(&report.found))

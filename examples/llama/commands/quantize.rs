@@ -123,7 +123,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     print(&report, arguments.json, || {
         let Report { quantized, load_seconds, quantize_seconds, .. } = &report;
         let Report { save_seconds, peak_memory_mb, .. } = &report;
-        let saved = saved_lines(&arguments.out, files, bytes);
+        let next = arguments.text.report_command(&arguments.out, &arguments.folder);
+        let saved = saved_lines(&arguments.out, files, bytes, &next);
         format!(
             "{quantized}\n\
              load {load_seconds:.1} s, quantize {quantize_seconds:.1} s, save {save_seconds:.1} s, \

@@ -25,9 +25,13 @@ pub(crate) struct Arguments {
     /// Hugging Face folder of the original model.
     #[arg(long, value_name = "DENSE")]
     reference: PathBuf,
-    /// Text file to predict, all of it; may be repeated. Defaults to the end of Genesis.
+    /// Text file to predict; may be repeated. Defaults to the end of Genesis.
     #[arg(long = "text", value_name = "FILE")]
     texts: Vec<PathBuf>,
+    /// Share of each text, at its end, to predict, as of one that `llama quantize` calibrated on;
+    /// defaults to all of it.
+    #[arg(long, value_name = "SHARE", requires = "texts")]
+    held_out: Option<f64>,
     /// Windows of the texts on which the errors of outputs are measured, spread evenly.
     #[arg(long, default_value = "32")]
     output_windows: NonZeroUsize,
@@ -48,7 +52,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let device = arguments.device.device()?;
     let reference_folder = Folder::open(&arguments.reference)?;
     let folder = Folder::open_with_config_of(&arguments.model, &reference_folder)?;
-    let texts = texts(&arguments.texts, &reference_folder)?;
+    folder.check_vocabulary(&reference_folder)?;
+    let texts = texts(arguments, &reference_folder)?;
     let windows = output_windows(arguments, &texts)?;
     let (reference, _) = reference_folder.load::<Linear>(&device)?;
     let (model, _) = folder.load::<Fp4Linear>(&device)?;
@@ -69,7 +74,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
 }
 
 /// Reads and tokenizes the texts.
-fn texts(paths: &[PathBuf], folder: &Folder) -> Result<Vec<Named>> {
+fn texts(
+    Arguments { texts: paths, held_out, .. }: &Arguments,
+    folder: &Folder,
+) -> Result<Vec<Named>> {
     let tokenizer = folder.tokenizer()?;
     if paths.is_empty() {
         let tokens = Tokens::new(&tokenizer, BOOK, HELD_OUT)?;
@@ -77,7 +85,7 @@ fn texts(paths: &[PathBuf], folder: &Folder) -> Result<Vec<Named>> {
     }
     let read = |path: &PathBuf| {
         let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
-        let tokens = Tokens::new(&tokenizer, &text, 1.0)?;
+        let tokens = Tokens::new(&tokenizer, &text, held_out.unwrap_or(1.0))?;
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Ok((name, tokens.held_out().to_vec()))
     };

@@ -13,7 +13,7 @@ use llama::{
 };
 use serde::Serialize;
 
-use super::{DeviceOptions, TextOptions, print, saved_lines};
+use super::{DeviceOptions, TextOptions, print, quoted, saved_lines};
 
 /// Train a small model whose tokens are bytes, and save its folder.
 #[derive(clap::Args)]
@@ -100,7 +100,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
             }
             _ => String::new(),
         };
-        let saved = saved_lines(&arguments.out, files, bytes);
+        let next = format!("llama perplexity {}", quoted(&arguments.out));
+        let saved = saved_lines(&arguments.out, files, bytes, &next);
         format!("trained {parameters} parameters{losses}\n{saved}")
     })
 }

@@ -454,8 +454,8 @@ fn check_statistics(
     let Some(statistics) = statistics else {
         let what = format!(
             "method `{method}` needs input statistics; pass --calibration FILE, which {MADE_BY} \
-             writes from a model and a text, `llama` with --save-calibration, and Burn with \
-             `Calibration::save`"
+             writes from a model and a text, `llama sensitivity` with --save-calibration, and \
+             Burn with `Calibration::save`; `llama quantize` calibrates on a text itself"
         );
         return Err(CliError::Conflict(what));
     };

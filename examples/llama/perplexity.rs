@@ -5,6 +5,7 @@ use core::ops::Range;
 use anyhow::{Result, ensure};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Device, Int, Tensor};
+use examples::progress;
 use serde::Serialize;
 
 use super::model::{Llama, Projection};
@@ -70,7 +71,8 @@ impl Windows {
             .flat_map(|alike| alike.chunks(batch))
             .map(<[Span]>::to_vec)
             .collect();
-        Ok(batches.into_iter().map(move |spans| {
+        let bar = progress::bar(batches.len()).with_message("predicts the text");
+        Ok(bar.wrap_iter(batches.into_iter()).map(move |spans| {
             let (length, context) = (spans[0].0.len(), spans[0].1);
             let rows = spans.into_iter().flat_map(|(span, _)| &tokens[span]).copied();
             Batch { windows: batch_of(&rows.collect::<Vec<_>>(), length, device), context }

@@ -1,7 +1,7 @@
 //! The output of the commands, run as a user runs them.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 fn llama(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_llama"));
@@ -44,11 +44,23 @@ fn errors_print_without_a_backtrace() {
     };
     let arguments = ["perplexity", "tests/models/nothing"];
     let message = run(&mut llama(&arguments));
-    assert!(message.starts_with("error: tests/models/nothing/config.json: "), "{message}");
+    let expected = "error: tests/models/nothing: expected a Hugging Face folder, ";
+    assert!(message.starts_with(expected), "{message}");
     assert_eq!(message.lines().count(), 1, "{message}");
     assert_eq!(run(llama(&arguments).env("RUST_BACKTRACE", "1")), message);
     let traced = run(llama(&arguments).env("RUST_LIB_BACKTRACE", "1"));
     assert!(traced.contains("Stack backtrace"), "{traced}");
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_no_error() {
+    let arguments = ["perplexity", "tests/models/genesis", "--text", "README.md"];
+    let mut command = llama(&[&arguments[..], &["--held-out", "0.02", "--json"]].concat());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it runs");
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !said.contains("panicked"), "{said}");
 }
 
 #[test]
@@ -62,7 +74,8 @@ fn commands_print_80_columns_and_the_next_command() {
     assert_narrow(&text);
 
     let text = stdout(llama(&["quantize", trained, quantized]).output().unwrap());
-    assert!(text.ends_with(&format!("next: llama perplexity '{quantized}'\n")), "{text}");
+    let next = format!("next: llama report '{quantized}' --reference {trained}\n");
+    assert!(text.ends_with(&next), "{text}");
     assert_narrow(&text);
 
     let perplexity = ["perplexity", quantized, "--held-out", "0.01"];
@@ -201,6 +214,11 @@ fn a_report_is_the_same_for_every_dialect_and_shows_a_damaged_layer_first() {
     let said = text.split_whitespace().collect::<Vec<_>>().join(" ");
     let (_, errors) = said.split_once(&format!("worst: {layer}, error ")).expect(&text);
     assert!(errors.chars().take(30).collect::<String>().contains("of outputs "), "{text}");
+    let outputs = |row: &serde_json::Value| row["output_error_percent"].as_f64().unwrap_or(0.0);
+    let rows = report["weights"].as_array().expect("rows");
+    let most = rows.iter().max_by(|a, b| outputs(a).total_cmp(&outputs(b))).expect("a row");
+    let named = format!("worst outputs: {}, error ", most["name"].as_str().expect("a name"));
+    assert_eq!(said.contains(&named), most["name"] != layer, "{text}");
     let long = |line: &&str| line.chars().count() > 80 && !line.contains(path);
     assert_eq!(text.lines().find(long), None, "{text}");
     let page = std::fs::read_to_string(page).expect("a page");

@@ -154,6 +154,14 @@ pub(super) fn share(count: u64, of: u64) -> String {
     Percent(100.0 * count as f64 / of.max(1) as f64).to_string()
 }
 
+/// Returns the weight with the largest error of outputs, unless it is the worst by its own error.
+fn worst_outputs(report: &Report) -> Option<(&Row, f64)> {
+    let rows = report.weights.iter().enumerate();
+    let known = rows.filter_map(|(at, row)| Some((at, row, row.output_error_percent?)));
+    let (at, row, error) = known.max_by(|(_, _, a), (_, _, b)| a.total_cmp(b))?;
+    (at > 0).then_some((row, error))
+}
+
 /// States the findings in lines, which both pages have.
 pub(super) fn summary(report: &Report) -> Vec<String> {
     let mut lines = Vec::new();
@@ -192,6 +200,9 @@ pub(super) fn summary(report: &Report) -> Vec<String> {
             }
             (None, _, error) => format!("worst: {name}, error {}", Percent(error.unwrap_or(0.0))),
         });
+    }
+    if let Some((row, error)) = worst_outputs(report) {
+        lines.push(format!("worst outputs: {}, error {}", row.name, Percent(error)));
     }
     for (names, side) in
         [(&report.only_in_model, "the model"), (&report.only_in_reference, "the reference")]

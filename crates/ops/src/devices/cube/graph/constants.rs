@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn::backend::{DispatchDevice, DispatchTensor, TensorMetadata};
 use burn::backend::fusion::custom::StreamId;
+use burn::backend::{DispatchDevice, DispatchTensor, TensorMetadata};
 use burn_cubecl::CubeDevice;
 
 use super::super::device::copy;

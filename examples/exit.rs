@@ -19,13 +19,13 @@ fn message(error: &Error, backtrace: bool) -> String {
     if backtrace { format!("error: {error:?}") } else { format!("error: {}", in_one_line(error)) }
 }
 
-/// Formats an error with its causes in one line. Many errors end with their cause themselves.
+/// Formats an error with its causes in one line. Many errors name their cause themselves.
 pub fn in_one_line(error: &Error) -> String {
     let mut line = String::new();
     for cause in error.chain().map(ToString::to_string) {
         if line.is_empty() {
             line = cause;
-        } else if !line.ends_with(&cause) {
+        } else if !line.contains(&cause) {
             line = format!("{line}: {cause}");
         }
     }

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 pub use indicatif::ProgressBar;
-use indicatif::{ProgressFinish, ProgressState, ProgressStyle, WeakProgressBar};
+use indicatif::{ProgressState, ProgressStyle, WeakProgressBar};
 
 /// Shows a bar on a terminal. Elsewhere indicatif shows nothing: a line is printed to stderr every
 /// ten seconds.
@@ -17,8 +17,6 @@ pub fn bar(length: usize) -> ProgressBar {
     };
     let style = style.expect("a template").with_key("left", left);
     let bar = ProgressBar::new(length as u64).with_style(style);
-    // Also at the end of an iterator that the bar wraps.
-    let bar = bar.with_finish(ProgressFinish::AndClear);
     if bar.is_hidden() {
         let watched = bar.downgrade();
         thread::spawn(move || print_lines(&watched));

@@ -439,7 +439,7 @@ fn layer_by_layer_without_a_method_that_calibrates_is_refused() {
     let config = options.config(&load::<Linear>(&folder)).expect("a configuration");
     let job = quantize(&folder, &config, &options, &tokens, false);
     let error = job.run(&out("sse-sequential")).expect_err("nothing to calibrate").to_string();
-    assert!(error.contains("--sequential") && error.contains("--method gptq"), "{error}");
+    assert!(error.contains("--sequential: ") && error.contains("choose gptq"), "{error}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig, Relu};
 use burn::tensor::{Device, Distribution, Tensor};
-use burn_fp4::ops::{Fp4Scheme, gram};
+use burn_fp4::ops::{Fp4Scheme, Hadamard, gram};
 use burn_fp4::{
     Budget, Calibration, Candidate, CandidateSensitivity, Fp4Config, Fp4Error, Fp4Module,
     Indivisible, Method, Outcome, PackedWeight, Sse, Unused,
@@ -15,6 +15,13 @@ const CANDIDATES: [Candidate; 4] = [
     Candidate::Fp4(Fp4Scheme::mxfp4()),
     Candidate::Dense,
 ];
+
+/// The candidates, and one after a Hadamard transform.
+fn candidates() -> Vec<Candidate> {
+    let hadamard = Hadamard::of_size(32).expect("a size of transforms");
+    let transformed = Candidate::Fp4(Fp4Scheme::mxfp4().with_hadamard(Some(hadamard)));
+    CANDIDATES.into_iter().chain([transformed]).collect()
+}
 
 #[derive(Module, Debug)]
 struct Net {
@@ -62,11 +69,11 @@ fn predicted_errors_equal_those_of_quantized_weights_and_outputs() {
         .method(Method::GPTQ)
         .share_scale(["query", "key"])
         .with_calibration(&calibration);
-    let sensitivity = net.fp4_sensitivity(&config, &CANDIDATES).unwrap();
+    let sensitivity = net.fp4_sensitivity(&config, &candidates()).unwrap();
     let paths: Vec<_> = sensitivity.groups.iter().map(|group| group.paths.join(" ")).collect();
     assert_eq!(paths, ["query.weight key.weight", "down.weight"]);
 
-    for (at, candidate) in CANDIDATES.into_iter().enumerate() {
+    for (at, candidate) in candidates().into_iter().enumerate() {
         let found = &sensitivity.groups[0].candidates[at];
         assert_eq!(found.candidate, candidate);
         let Candidate::Fp4(scheme) = candidate else {
@@ -153,7 +160,7 @@ fn a_choice_quantizes_as_predicted_within_its_budget() {
         .keep_last(1)
         .share_scale(["query", "key"])
         .with_calibration(&calibration);
-    let sensitivity = net.fp4_sensitivity(&config, &CANDIDATES).unwrap();
+    let sensitivity = net.fp4_sensitivity(&config, &candidates()).unwrap();
     assert_eq!(sensitivity.groups.len(), 3);
     let mut errors = Vec::new();
     for bits in [4.25, 4.5, 6.0, 12.0, 20.0, 40.0] {

@@ -38,12 +38,12 @@ impl Folder {
     pub fn open(path: &Path) -> Result<Self> {
         let file = path.join("config.json");
         let name = || file.display().to_string();
-        let text = fs::read(&file).with_context(|| {
-            format!(
-                "{}: expected a Hugging Face folder, with config.json, tokenizer.json and weights",
-                path.display()
-            )
-        })?;
+        ensure!(
+            file.is_file(),
+            "{}: has no config.json; pass a Hugging Face folder",
+            path.display()
+        );
+        let text = fs::read(&file).with_context(name)?;
         let config = LlamaConfig::parse(&text).with_context(name)?;
         Ok(Self { config, checkpoint: Checkpoint::open(path)? })
     }

@@ -72,7 +72,8 @@ impl Windows {
             .map(<[Span]>::to_vec)
             .collect();
         let bar = progress::bar(batches.len()).with_message("predicts the text");
-        Ok(bar.wrap_iter(batches.into_iter()).map(move |spans| {
+        Ok(batches.into_iter().enumerate().map(move |(at, spans)| {
+            bar.set_position(at as u64);
             let (length, context) = (spans[0].0.len(), spans[0].1);
             let rows = spans.into_iter().flat_map(|(span, _)| &tokens[span]).copied();
             Batch { windows: batch_of(&rows.collect::<Vec<_>>(), length, device), context }

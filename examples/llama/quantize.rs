@@ -51,7 +51,7 @@ pub struct CalibrationWindows {
     #[arg(long = "calibration-windows", default_value_t = 128, value_parser = at_least_one())]
     pub windows: usize,
     /// Tokens of a calibration window.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = at_least_one())]
     pub context: usize,
     /// Seed of the calibration windows.
     #[arg(long, default_value_t = 1)]

@@ -104,17 +104,16 @@ impl QuantizeFolder<'_> {
         let whole = Llama::<Linear>::new(&shapes, self.device)?;
         self.folder.check_dense(&whole)?;
         if self.resume && !self.can_resume() {
-            // Layers are read back from the unfinished folder, whose other layers have no matrix.
             bail!(
-                "--resume cannot go on with --sequential and --hadamard; remove the unfinished \
-                 folder and run the command without --resume"
+                "--resume: --sequential cannot go on with --hadamard or a GGUF file; remove what is \
+                 unfinished and run the command without --resume"
             );
         }
         let decided = Fp4Parts::new(&whole, self.config)?;
         if self.options.sequential && !decided.needs_inputs() {
             bail!(
-                "--sequential: no weight has a method that calibrates; pass --method gptq, or \
-                   remove it"
+                "--sequential: no weight has a method that calibrates; choose gptq by --method or \
+                 in the recipe, or leave --sequential out"
             );
         }
         let source = self.folder.checkpoint().model()?;
@@ -199,9 +198,11 @@ impl QuantizeFolder<'_> {
         })
     }
 
-    /// Returns true if an interrupted run can be resumed.
+    /// Returns true if an interrupted run can be resumed. In sequence, what is done has to be read
+    /// back: an unfinished GGUF file cannot be, nor transformed layers before all have a matrix.
     fn can_resume(&self) -> bool {
-        !(self.options.sequential && self.config.scheme.hadamard.is_some())
+        let is_read_back = self.config.scheme.hadamard.is_none() && self.dialect != "gguf";
+        is_read_back || !self.options.sequential
     }
 
     /// Says how to go on after an error.
@@ -217,7 +218,7 @@ impl QuantizeFolder<'_> {
                 "{line}; run the same command with --resume to go on, or remove {partial}"
             );
         }
-        anyhow!("{line}; add --resume once the cause is mended, or remove {partial} to start over")
+        anyhow!("{line}; add --resume after you fix the cause, or remove {partial} to start over")
     }
 
     /// Describes everything that the bytes follow from, for the journal.

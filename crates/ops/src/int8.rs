@@ -7,13 +7,13 @@ use burn_fp4_search::Activations;
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 
 #[cfg(feature = "cube")]
-use crate::devices::cube::graph::Constants;
+use crate::devices::cube::graph::readable;
 use crate::devices::decoder::{
     DecoderBackend, HostDecoderBackend, has_host_decoder, multiplies_int8,
 };
 use crate::devices::extension::{Fp4Backend, weight_data};
 #[cfg(not(feature = "cube"))]
-use crate::devices::no_graph::Constants;
+use crate::devices::no_graph::readable;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
 
@@ -40,8 +40,6 @@ pub struct Int8Matrix {
     codes: Tensor<2, Int>,
     /// f32, `[N, K / 32]`.
     scales: Tensor<2>,
-    #[module(skip)]
-    constants: Constants,
     /// How products read their input on `flex`. Not part of records.
     #[module(skip)]
     pub activations: Activations,
@@ -73,7 +71,6 @@ impl Int8Matrix {
         Ok(Self {
             codes: Tensor::from_data(weight_data(codes, &device), (&device, DType::I8)),
             scales: Tensor::from_data(weight_data(scales, &device), (&device, DType::F32)),
-            constants: Constants::default(),
             activations: Activations::F32,
         })
     }
@@ -164,8 +161,7 @@ impl Int8Matrix {
 
     /// Returns codes and scales, which a capture may read.
     fn parts(&self) -> [DispatchTensor; 2] {
-        let Self { codes, scales, constants, .. } = self.clone();
-        constants.of([codes.into_dispatch(), scales.into_dispatch()])
+        readable([self.codes.clone().into_dispatch(), self.scales.clone().into_dispatch()])
     }
 }
 

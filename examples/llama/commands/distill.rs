@@ -78,7 +78,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let report = Report { quantized, divergence, files, bytes };
     print(&report, arguments.json, || {
         let ([before, after], quantized) = (divergence, &report.quantized);
-        let next = arguments.text.report_command(&arguments.out, &arguments.folder);
+        let Arguments { text, out, folder, device, .. } = arguments;
+        let next = text.report_command(out, folder, device);
         let saved = saved_lines(&arguments.out, files, bytes, &next);
         format!(
             "{quantized}\n\

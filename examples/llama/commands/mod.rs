@@ -17,6 +17,7 @@ use burn::tensor::{Device, FloatDType};
 use burn_fp4::ops::{Fp8Path, Int8Matrix, KvFormat, is_host};
 use burn_fp4::{Activations, Fp4Format};
 use clap::ValueEnum;
+use clap::builder::PossibleValue;
 use examples::OnDevice;
 use llama::{Folder, Llama, Projection, Tokens};
 use serde::Serialize;
@@ -41,14 +42,19 @@ pub(crate) struct TextOptions {
 impl TextOptions {
     /// Returns the command that reports on a model made from another with this text: on the part
     /// that is held out.
-    fn report_command(&self, out: &Path, reference: &Path) -> String {
-        let command = format!("llama report {} --reference {}", quoted(out), quoted(reference));
-        match &self.text {
-            None => command,
-            Some(text) => {
-                format!("{command} --text {} --held-out {}", quoted(text), self.held_out)
-            }
+    fn report_command(&self, out: &Path, reference: &Path, device: &DeviceOptions) -> String {
+        let [out, reference] = [out, reference].map(quoted);
+        if self.held_out == 0.0 {
+            return format!("fp4 report {out} --reference {reference}");
         }
+        let mut command = format!("llama report {out} --reference {reference}");
+        if let Some(text) = &self.text {
+            command += &format!(" --text {}", quoted(text));
+        }
+        if self.text.is_some() || self.held_out != HELD_OUT {
+            command += &format!(" --held-out {}", self.held_out);
+        }
+        command + &device.said()
     }
 
     /// Reads and tokenizes the text.
@@ -83,6 +89,19 @@ enum ComputeDType {
 }
 
 impl DeviceOptions {
+    /// Returns the options that are not the defaults, as on a command line.
+    fn said(&self) -> String {
+        fn option(name: &str, value: impl ValueEnum, default: impl ValueEnum) -> String {
+            let name_of = |value: Option<PossibleValue>| value.map(|one| one.get_name().to_owned());
+            let [found, default] =
+                [name_of(value.to_possible_value()), name_of(default.to_possible_value())];
+            let found = found.filter(|found| Some(found) != default.as_ref());
+            found.map_or(String::new(), |found| format!(" {name} {found}"))
+        }
+        option("--device", self.device, OnDevice::Flex)
+            + &option("--dtype", self.dtype, ComputeDType::F32)
+    }
+
     /// Returns the device, with the dtype as its default.
     fn device(&self) -> Result<Device> {
         let mut device = self.device.device();

@@ -123,7 +123,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     print(&report, arguments.json, || {
         let Report { quantized, load_seconds, quantize_seconds, .. } = &report;
         let Report { save_seconds, peak_memory_mb, .. } = &report;
-        let next = arguments.text.report_command(&arguments.out, &arguments.folder);
+        let Arguments { text, out, folder, device, .. } = arguments;
+        let next = text.report_command(out, folder, device);
         let saved = saved_lines(&arguments.out, files, bytes, &next);
         format!(
             "{quantized}\n\

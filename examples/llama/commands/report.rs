@@ -28,9 +28,9 @@ pub(crate) struct Arguments {
     /// Text file to predict; may be repeated. Defaults to the end of Genesis.
     #[arg(long = "text", value_name = "FILE")]
     texts: Vec<PathBuf>,
-    /// Share of each text, at its end, to predict, as of one that `llama quantize` calibrated on;
-    /// defaults to all of it.
-    #[arg(long, value_name = "SHARE", requires = "texts")]
+    /// Share of each text to predict, at its end: what `llama quantize` held out. Defaults to all of
+    /// a --text, and to a tenth of Genesis.
+    #[arg(long, value_name = "SHARE")]
     held_out: Option<f64>,
     /// Windows of the texts on which the errors of outputs are measured, spread evenly.
     #[arg(long, default_value = "32")]
@@ -80,7 +80,7 @@ fn texts(
 ) -> Result<Vec<Named>> {
     let tokenizer = folder.tokenizer()?;
     if paths.is_empty() {
-        let tokens = Tokens::new(&tokenizer, BOOK, HELD_OUT)?;
+        let tokens = Tokens::new(&tokenizer, BOOK, held_out.unwrap_or(HELD_OUT))?;
         return Ok(vec![("end of Genesis".to_owned(), tokens.held_out().to_vec())]);
     }
     let read = |path: &PathBuf| {

@@ -44,7 +44,7 @@ fn errors_print_without_a_backtrace() {
     };
     let arguments = ["perplexity", "tests/models/nothing"];
     let message = run(&mut llama(&arguments));
-    let expected = "error: tests/models/nothing: expected a Hugging Face folder, ";
+    let expected = "error: tests/models/nothing: has no config.json; ";
     assert!(message.starts_with(expected), "{message}");
     assert_eq!(message.lines().count(), 1, "{message}");
     assert_eq!(run(llama(&arguments).env("RUST_BACKTRACE", "1")), message);

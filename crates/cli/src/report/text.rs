@@ -156,10 +156,10 @@ pub(super) fn share(count: u64, of: u64) -> String {
 
 /// Returns the weight with the largest error of outputs, unless it is the worst by its own error.
 fn worst_outputs(report: &Report) -> Option<(&Row, f64)> {
-    let rows = report.weights.iter().enumerate();
-    let known = rows.filter_map(|(at, row)| Some((at, row, row.output_error_percent?)));
-    let (at, row, error) = known.max_by(|(_, _, a), (_, _, b)| a.total_cmp(b))?;
-    (at > 0).then_some((row, error))
+    let known = report.weights.iter().filter_map(|row| Some((row, row.output_error_percent?)));
+    let worst = known.max_by(|(_, a), (_, b)| a.total_cmp(b))?;
+    let first = report.weights.first()?.output_error_percent.unwrap_or(0.0);
+    Some(worst).filter(|&(_, error)| error > first)
 }
 
 /// States the findings in lines, which both pages have.

@@ -97,7 +97,7 @@ const MOST: usize = 16;
 /// **Threads.** A replay may run on any thread, threads may have replays of one model, and a model
 /// may have been made by several: the device captures on the stream of the thread that made most of
 /// its bytes, and parameters of the others are copied into memory of that stream, once. So are
-/// the tables of a [`RotaryEmbedding`](burn_fp4_ops::RotaryEmbedding) and of an
+/// the tensors of a [`RotaryEmbedding`](burn_fp4_ops::RotaryEmbedding) and of an
 /// [`Int8Matrix`](burn_fp4_ops::Int8Matrix). Other tensors of other threads that are no
 /// parameters, as a field that is a plain tensor, cannot be captured.
 ///

@@ -7,10 +7,10 @@ use burn::module::Module;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
 #[cfg(feature = "cube")]
-use crate::devices::cube::graph::Constants;
+use crate::devices::cube::graph::readable;
 use crate::devices::decoder::decoder_code;
 #[cfg(not(feature = "cube"))]
-use crate::devices::no_graph::Constants;
+use crate::devices::no_graph::readable;
 
 /// Cosines and sines of every position, `[positions, head_dim / 2]`.
 #[derive(Module, Debug)]
@@ -19,8 +19,6 @@ pub struct RotaryEmbedding {
     sin: Tensor<2>,
     /// Index of the channel that each channel of a head is paired with, `[head_dim]`.
     partners: Tensor<1, Int>,
-    #[module(skip)]
-    constants: Constants,
 }
 
 impl RotaryEmbedding {
@@ -40,8 +38,7 @@ impl RotaryEmbedding {
         let partners: Vec<i32> = (half..2 * half).chain(0..half).collect();
         let partners = TensorData::new(partners, [2 * inv_freq.len()]);
         let partners = Tensor::from_data(partners, device);
-        let (cos, sin) = (table(f64::cos), table(f64::sin));
-        Self { cos, sin, partners, constants: Constants::default() }
+        Self { cos: table(f64::cos), sin: table(f64::sin), partners }
     }
 
     /// Prepares the positions `[tokens]` of a forward pass, for attention to `keys` keys in
@@ -49,9 +46,9 @@ impl RotaryEmbedding {
     #[must_use]
     pub fn at(&self, positions: Tensor<1, Int>, keys: usize, dtype: DType) -> Positions {
         let own_operations = decoder_code(&positions.device(), [dtype]).is_some();
-        let Self { cos, sin, partners, constants } = self.clone();
+        let Self { cos, sin, partners } = self.clone();
         let tables = [cos.into_dispatch(), sin.into_dispatch(), partners.into_dispatch()];
-        let [cos, sin, partners] = constants.of(tables);
+        let [cos, sin, partners] = readable(tables);
         let (cos, sin) = (Tensor::from_dispatch(cos), Tensor::from_dispatch(sin));
         let partners = Tensor::from_dispatch(partners);
         let prepared =

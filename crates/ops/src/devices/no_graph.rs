@@ -57,15 +57,9 @@ impl GraphState {
     }
 }
 
-/// The plain tensors of a module stay where they are.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Constants;
-
-impl Constants {
-    /// Returns the tensors.
-    pub(crate) fn of<const N: usize>(&self, tensors: [DispatchTensor; N]) -> [DispatchTensor; N] {
-        tensors
-    }
+/// Returns plain tensors of a module where they are.
+pub(crate) fn readable<const N: usize>(tensors: [DispatchTensor; N]) -> [DispatchTensor; N] {
+    tensors
 }
 
 /// A captured forward pass: one launch on CUDA; on wgpu CubeCL encodes the prepared launches again.

@@ -195,7 +195,8 @@ pub(super) fn write(values: CubeTensor, memory: &CubeTensor) {
         return;
     }
     let mut ends = [into_contiguous(values), memory.clone()];
-    if memory.dtype == DType::U8 && !computes_with_bytes(&memory.client) {
+    let has_bytes = matches!(memory.dtype, DType::U8 | DType::I8);
+    if has_bytes && !computes_with_bytes(&memory.client) {
         ends = ends.map(|bytes| words(&bytes, DType::U32));
     }
     let [values, memory] = ends;

@@ -24,22 +24,36 @@ type Tensors = Vec<DispatchTensor>;
 /// Runs before the capture, after the one that compiles and tunes: they take memory as it does.
 const WARM_UPS: usize = 3;
 
+/// A run of a pass.
+#[derive(Clone, Copy, PartialEq)]
+enum Run {
+    /// Compiles and tunes.
+    First,
+    /// Takes memory as the capture does, or is captured.
+    Later,
+}
+
 thread_local! {
-    /// Set while this thread runs a pass that is being captured.
-    static IN_PASS: Cell<bool> = const { Cell::new(false) };
+    /// The run of this thread, of a pass that is being captured.
+    static IN_PASS: Cell<Option<Run>> = const { Cell::new(None) };
 }
 
 /// Returns true within a pass that is being captured.
 pub(super) fn in_pass() -> bool {
-    IN_PASS.get()
+    IN_PASS.get().is_some()
+}
+
+/// Returns true within the first run of a pass that is being captured.
+pub(super) fn in_first_run() -> bool {
+    IN_PASS.get() == Some(Run::First)
 }
 
 /// Sets [`IN_PASS`] for as long as it lives, and then restores it.
-struct InPass(bool);
+struct InPass(Option<Run>);
 
 impl InPass {
-    fn begin() -> Self {
-        Self(IN_PASS.replace(true))
+    fn begin(run: Run) -> Self {
+        Self(IN_PASS.replace(Some(run)))
     }
 }
 
@@ -89,7 +103,7 @@ impl PassRuns<'_> {
         // Products that prefetch are compiled by the second warm-up.
         let buffers = self.copies(state)?;
         let ranges: Vec<_> = buffers.iter().map(memory_range).collect();
-        let RunResult { state: after, outputs } = self.run(buffers)?;
+        let RunResult { state: after, outputs } = self.run(buffers, Run::First)?;
         // True for each tensor of the state that operations write in place.
         let mut in_place: Vec<_> = after.iter().zip(&ranges).map(|(a, b)| fills(a, b)).collect();
         check_same("the state", &specs(state), &specs(&after))?;
@@ -153,7 +167,7 @@ impl PassRuns<'_> {
         let kept: Vec<_> = (buffers.iter().zip(in_place.iter()))
             .map(|(buffer, &in_place)| (!in_place).then(|| buffer.clone()))
             .collect();
-        let RunResult { state, outputs } = self.run(buffers)?;
+        let RunResult { state, outputs } = self.run(buffers, Run::Later)?;
         // Copies first: the writes below, or the next run, overwrite the buffers.
         let outputs = outputs
             .into_iter()
@@ -182,11 +196,11 @@ impl PassRuns<'_> {
     }
 
     /// Runs the pass, and takes the memory of its results.
-    fn run(&self, state: Vec<CubeTensor>) -> Result<RunResult, OpsError> {
+    fn run(&self, state: Vec<CubeTensor>, run: Run) -> Result<RunResult, OpsError> {
         let inputs = register(self.device, self.inputs.to_vec());
         let state = register(self.device, state);
         let (state, outputs) = {
-            let _in_pass = InPass::begin();
+            let _in_pass = InPass::begin(run);
             (self.pass)(state, inputs)
         };
         // Outputs first: one that is also kept as state has two owners then, in every run.

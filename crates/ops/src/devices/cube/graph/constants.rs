@@ -1,58 +1,72 @@
-//! [`Constants`]: tensors that a pass reads and that are neither parameters nor arguments.
+//! Tensors that a pass reads and that are neither parameters nor arguments: [`readable`].
 
+use core::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn::backend::fusion::custom::StreamId;
+use burn::backend::fusion::custom::{StreamId, TensorId};
 use burn::backend::{DispatchDevice, DispatchTensor, TensorMetadata};
 use burn_cubecl::CubeDevice;
 
 use super::super::device::copy;
-use super::capture::in_pass;
-use super::memory::{fused_on, register, resolve};
-use crate::error::OpsError;
+use super::capture::in_first_run;
+use super::memory::{dispatch_tensor, fused_on, register, resolve};
 
-/// Copies of the plain tensors of a module, for each stream that captures a pass with them. Who
-/// captures a pass can copy parameters, but does not see other tensors.
+/// Copies in memory of a stream, by the tensors that they were made of.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Constants {
-    copies: Arc<Mutex<Vec<Copies>>>,
+pub(super) struct Constants {
+    copies: Arc<Mutex<HashMap<TensorId, DispatchTensor>>>,
 }
 
-#[derive(Debug)]
-struct Copies {
-    device: CubeDevice,
-    stream: StreamId,
-    tensors: Vec<DispatchTensor>,
+thread_local! {
+    /// The copies that the pass reads which this thread captures.
+    static CURRENT: RefCell<Option<Constants>> = const { RefCell::new(None) };
 }
 
 impl Constants {
-    /// Returns the tensors in memory that a capture may read. In a pass that is captured they are
-    /// copied to its stream by the first run, which is not recorded. Elsewhere they stay where they
-    /// are, and so do tensors that cannot be captured.
-    pub(crate) fn of<const N: usize>(&self, tensors: [DispatchTensor; N]) -> [DispatchTensor; N] {
-        let device = match tensors.first().map(TensorMetadata::device) {
-            Some(DispatchDevice::Cube(device)) if in_pass() => device,
-            _ => return tensors,
-        };
-        let stream = StreamId::current();
-        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = copies.iter().find(|known| known.stream == stream && known.device == device);
-        if let Some(Copies { tensors, .. }) = known {
-            return core::array::from_fn(|at| tensors[at].clone());
+    /// Runs a task, all of whose passes read these copies.
+    pub(super) fn during<R>(&self, task: impl FnOnce() -> R) -> R {
+        struct Restore(Option<Constants>);
+        impl Drop for Restore {
+            fn drop(&mut self) {
+                CURRENT.set(self.0.take());
+            }
         }
-        let own = tensors.clone().map(|tensor| in_this_stream(&device, tensor));
-        let Some(found) = own.into_iter().collect::<Result<Vec<_>, _>>().ok() else {
-            return tensors;
-        };
-        let own = core::array::from_fn(|at| found[at].clone());
-        copies.push(Copies { device, stream, tensors: found });
-        own
+        let _restore = Restore(CURRENT.replace(Some(self.clone())));
+        task()
+    }
+
+    /// Returns the copy of a tensor. Only the first run of a pass makes one: the device may not
+    /// wait later.
+    fn copy_of(&self, tensor: DispatchTensor) -> DispatchTensor {
+        let DispatchDevice::Cube(device) = tensor.device() else { return tensor };
+        let Ok(fused) = fused_on(&device, tensor.clone()) else { return tensor };
+        let id = fused.id;
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(copy) = copies.get(&id) {
+            return copy.clone();
+        }
+        match in_first_run().then(|| in_this_stream(&device, dispatch_tensor(fused))).flatten() {
+            Some(copy) => copies.entry(id).insert_entry(copy).get().clone(),
+            None => tensor,
+        }
     }
 }
 
-/// Returns a tensor in memory of the stream of this thread.
-fn in_this_stream(device: &CubeDevice, tensor: DispatchTensor) -> Result<DispatchTensor, OpsError> {
-    let source = resolve(fused_on(device, tensor)?)?;
-    let own = if source.handle.stream == StreamId::current() { source } else { copy(&source) };
-    Ok(register(device, vec![own]).remove(0))
+/// Copies a tensor to memory of the stream of this thread. Returns `None` if it is there already,
+/// or cannot be computed.
+fn in_this_stream(device: &CubeDevice, tensor: DispatchTensor) -> Option<DispatchTensor> {
+    let source = resolve(fused_on(device, tensor).ok()?).ok()?;
+    let is_own = source.handle.stream == StreamId::current();
+    if is_own { None } else { register(device, vec![copy(&source)]).pop() }
+}
+
+/// Returns plain tensors of a module in memory that a capture may read: copies, in a pass that is
+/// captured on another stream than the one that made them. Whoever captures a pass can copy its
+/// parameters, but does not see other tensors.
+pub(crate) fn readable<const N: usize>(tensors: [DispatchTensor; N]) -> [DispatchTensor; N] {
+    match CURRENT.with_borrow(Clone::clone) {
+        Some(constants) => tensors.map(|tensor| constants.copy_of(tensor)),
+        None => tensors,
+    }
 }

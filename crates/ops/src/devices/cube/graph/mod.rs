@@ -31,7 +31,7 @@ use burn_cubecl::CubeDevice;
 
 use super::queues;
 
-pub(crate) use self::constants::Constants;
+pub(crate) use self::constants::readable;
 pub use self::replay::CapturedGraph;
 pub use self::state::GraphState;
 

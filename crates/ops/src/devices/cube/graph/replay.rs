@@ -109,7 +109,8 @@ impl CapturedGraph {
         let (device, stream) = (state.device.clone(), state.stream);
         let sources = resolve_all(&device, inputs)?;
         let _turn = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
-        stream.executes(|| {
+        let constants = state.constants.clone();
+        let capture = || {
             let inputs: Vec<_> = sources.iter().map(copy).collect();
             let runs = PassRuns { device: &device, inputs: &inputs, pass };
             let mut attempts = 0;
@@ -138,7 +139,8 @@ impl CapturedGraph {
             let (outputs, memory) = (result.outputs, state.memory.clone());
             let graph = Graph { device, graph, stream, memory, inputs, outputs };
             Ok(Self { graph: Arc::new(graph) })
-        })
+        };
+        stream.executes(|| constants.during(capture))
     }
 
     /// Returns true if the graph was captured on the memory that the state has now.

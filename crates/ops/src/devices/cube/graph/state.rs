@@ -13,6 +13,7 @@ use burn_fp4_cubecl::cubecl::server::Handle;
 
 use super::super::device::copy;
 use super::super::queues;
+use super::constants::Constants;
 use super::memory::{
     MemoryRange, copy_of_memory, fused_on, launch_on, memory_range, not_captured, register,
     resolve, resolve_all, to_this_stream,
@@ -31,6 +32,8 @@ pub struct GraphState {
     mixed: bool,
     /// Copies in memory of the stream, by the memory they were copied from.
     gathered: HashMap<MemoryRange, Handle>,
+    /// Copies of tensors that passes read, for as long as there may be graphs of them.
+    pub(super) constants: Constants,
     /// The stream whose queue has the latest replay.
     pub(super) latest: StreamId,
     /// Identifies the memory of the tensors: a graph captured on other memory is void.
@@ -65,8 +68,9 @@ impl GraphState {
             true => Vec::new(),
             false => launch_on(device, stream, || sources.iter().map(copy).collect())?,
         };
-        let (gathered, memory) = (HashMap::new(), Arc::new(()));
-        Ok(Self { device: device.clone(), tensors, stream, mixed, gathered, latest, memory })
+        let (gathered, constants) = (HashMap::new(), Constants::default());
+        let (device, memory) = (device.clone(), Arc::new(()));
+        Ok(Self { device, tensors, stream, mixed, gathered, constants, latest, memory })
     }
 
     /// Returns true if some weights are in memory of another stream than the one that captures.

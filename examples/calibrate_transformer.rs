@@ -12,12 +12,11 @@ use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::{Calibration, CalibrationOptions, Fp4Config, Fp4Module, Fp4Scheme, Gptq, Method};
 use clap::Parser;
 use clap::builder::RangedU64ValueParser;
-use examples::OnDevice;
 use examples::encoder::CharEncoder;
-use examples::progress;
 use examples::random::Random;
 use examples::table::table;
 use examples::text::{CharModel, Size, Text};
+use examples::{OnDevice, print_text, progress};
 use peak_alloc::PeakAlloc;
 use serde::Serialize;
 
@@ -133,9 +132,9 @@ fn run(arguments: &Arguments) -> Result<()> {
     }
     bar.finish_and_clear();
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&rows)?);
+        print_text(serde_json::to_string_pretty(&rows)?)?;
     } else {
-        print(&rows);
+        print(&rows)?;
     }
     Ok(())
 }
@@ -177,7 +176,7 @@ fn row(
     }
 }
 
-fn print(rows: &[Row]) {
+fn print(rows: &[Row]) -> Result<()> {
     let header = ["variant", "accuracy, %", "loss, nats", "error, %", "seconds", "peak, MB"];
     let cells = rows.iter().map(|row| {
         [
@@ -189,5 +188,5 @@ fn print(rows: &[Row]) {
             format!("{:.0}", row.peak_memory_mb),
         ]
     });
-    println!("{}", table(header, 1, cells));
+    print_text(table(header, 1, cells))
 }

@@ -1,6 +1,8 @@
-//! The end of a program: its error and its exit code.
+//! What a program prints: its result, its error and its exit code.
 
+use core::fmt::Display;
 use std::env;
+use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
 use anyhow::{Error, Result};
@@ -11,6 +13,20 @@ pub fn exit_code(result: Result<()>) -> ExitCode {
     let wanted = env::var_os("RUST_LIB_BACKTRACE").is_some_and(|value| value != "0");
     eprintln!("{}", message(&error, wanted));
     ExitCode::FAILURE
+}
+
+/// Prints a text and a newline on standard output. A reader that has seen enough, such as `head`, is
+/// no error.
+///
+/// # Errors
+/// The text cannot be written.
+pub fn print_text(text: impl Display) -> Result<()> {
+    match writeln!(io::stdout(), "{text}") {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(Error::from(error).context("standard output"))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Formats an error with its causes. `RUST_BACKTRACE=1` is set for panics, often for a whole shell:
@@ -34,8 +50,6 @@ pub fn in_one_line(error: &Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::io;
-
     use super::*;
 
     #[test]

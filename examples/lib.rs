@@ -15,4 +15,4 @@ pub mod text;
 pub mod training;
 
 pub use device::OnDevice;
-pub use exit::{exit_code, in_one_line};
+pub use exit::{exit_code, in_one_line, print_text};

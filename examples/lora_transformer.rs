@@ -12,7 +12,7 @@ use clap::Parser;
 use examples::encoder::CharEncoder;
 use examples::table::table;
 use examples::text::{CharModel, Size, Text};
-use examples::{OnDevice, progress};
+use examples::{OnDevice, print_text, progress};
 use serde::Serialize;
 
 /// Fine-tunes a transformer with LoRA, over dense and over NVFP4 weights.
@@ -106,9 +106,9 @@ fn run(arguments: &Arguments) -> Result<()> {
     bar.finish_and_clear();
     let rows = [dense, quantized];
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&rows)?);
+        print_text(serde_json::to_string_pretty(&rows)?)?;
     } else {
-        print(&rows);
+        print(&rows)?;
     }
     Ok(())
 }
@@ -136,7 +136,7 @@ impl ModuleVisitor for Codes {
     }
 }
 
-fn print(rows: &[Row]) {
+fn print(rows: &[Row]) -> Result<()> {
     let header = ["base weights", "loss before", "loss after", "kB before", "kB after", "codes"];
     let kilobytes = |bytes: usize| format!("{:.1}", bytes as f64 / 1e3);
     let cells = rows.iter().map(|row| {
@@ -153,8 +153,9 @@ fn print(rows: &[Row]) {
             },
         ]
     });
-    println!("{}", table(header, 1, cells));
+    print_text(table(header, 1, cells))?;
     for row in &rows[1..] {
-        println!("{}: {:.4} times the loss of dense base weights", row.base, row.ratio);
+        print_text(format!("{}: {:.4} times the loss of dense base weights", row.base, row.ratio))?;
     }
+    Ok(())
 }

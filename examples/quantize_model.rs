@@ -9,10 +9,9 @@ use burn_fp4::{
     Blocks, E4m3Range, ErrorMetric, Fp4Config, Fp4Module, Fp4Scheme, Method, ScaleRule,
 };
 use clap::Parser;
-use examples::OnDevice;
 use examples::digits::{Classifier, Digits};
-use examples::progress;
 use examples::table::table;
+use examples::{OnDevice, print_text, progress};
 use serde::Serialize;
 
 /// Trains a small network on handwritten digits and quantizes it to FP4 with each scale rule.
@@ -83,15 +82,19 @@ fn run(arguments: &Arguments) -> Result<()> {
             bytes: report.bytes_after(),
         });
         if arguments.report && scheme == Fp4Scheme::nvfp4() {
-            bar.suspend(|| println!("{report}\n"));
+            bar.suspend(|| print_text(format!("{report}\n")))?;
         }
     }
     bar.finish_and_clear();
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&rows)?);
+        print_text(serde_json::to_string_pretty(&rows)?)?;
     } else {
-        print(&rows);
-        println!("trained on {} images, measured on {} others", train.len(), test.len());
+        print(&rows)?;
+        print_text(format!(
+            "trained on {} images, measured on {} others",
+            train.len(),
+            test.len()
+        ))?;
     }
     Ok(())
 }
@@ -116,7 +119,7 @@ fn variants() -> Vec<(&'static str, Fp4Scheme)> {
     ]
 }
 
-fn print(rows: &[Row]) {
+fn print(rows: &[Row]) -> Result<()> {
     let header = ["variant", "accuracy, %", "error, %", "bits/weight", "bytes"];
     let cells = rows.iter().map(|row| {
         [
@@ -127,5 +130,5 @@ fn print(rows: &[Row]) {
             row.bytes.to_string(),
         ]
     });
-    println!("{}", table(header, 1, cells));
+    print_text(table(header, 1, cells))
 }

@@ -15,7 +15,7 @@ use examples::digits::{Classifier, Digits, recovered_percent};
 use examples::plot::Curve;
 use examples::table::{figure, table};
 use examples::text::{CharModel, CharTransformer, Size, Text};
-use examples::{OnDevice, plot, progress};
+use examples::{OnDevice, plot, print_text, progress};
 use serde::Serialize;
 
 /// Steps that are averaged into one point of the training curve.
@@ -101,9 +101,9 @@ fn run(arguments: &Arguments) -> Result<()> {
         rows.extend(text(arguments, &device)?);
     }
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&rows)?);
+        print_text(serde_json::to_string_pretty(&rows)?)?;
     } else {
-        print(&rows);
+        print(&rows)?;
     }
     if let Some(path) = &arguments.plot {
         let curves: Vec<_> = rows
@@ -199,7 +199,7 @@ fn text(arguments: &Arguments, device: &Device) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-fn print(rows: &[Row]) {
+fn print(rows: &[Row]) -> Result<()> {
     for rows in rows.chunk_by(|a, b| a.task == b.task) {
         let text = rows[0].task == "text";
         let unit = if text { "loss, nats" } else { "accuracy, %" };
@@ -212,21 +212,24 @@ fn print(rows: &[Row]) {
             let mean = format!("{:.3}", row.mean());
             [row.variant.to_owned(), mean, figure(row.spread(), 3), against_dense]
         });
-        println!("{}", table([rows[0].task, unit, "spread", "against dense"], 1, cells));
+        print_text(table([rows[0].task, unit, "spread", "against dense"], 1, cells))?;
         if let [dense, _, after, aware] = rows
             && !text
         {
             match recovered_percent(dense.mean(), after.mean(), aware.mean()) {
-                Some(percent) => println!("training recovers {percent:.0} % of the lost accuracy"),
-                None => println!("quantization loses no accuracy"),
+                Some(percent) => {
+                    print_text(format!("training recovers {percent:.0} % of the lost accuracy"))?
+                }
+                None => print_text("quantization loses no accuracy")?,
             }
         }
         for row in rows.iter().filter(|row| !row.curve.is_empty()) {
             let every = row.curve.len().div_ceil(5);
             let points: Vec<_> = row.curve.iter().rev().step_by(every).collect();
             let points = points.iter().rev().map(|(step, loss)| format!("{}: {loss:.3}", step + 1));
-            println!("training loss of {}, by step", row.variant);
-            println!("  {}", points.collect::<Vec<_>>().join(", "));
+            print_text(format!("training loss of {}, by step", row.variant))?;
+            print_text(format!("  {}", points.collect::<Vec<_>>().join(", ")))?;
         }
     }
+    Ok(())
 }

@@ -9,7 +9,6 @@ pub(crate) mod report;
 pub(crate) mod sensitivity;
 pub(crate) mod train;
 
-use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -18,7 +17,7 @@ use burn_fp4::ops::{Fp8Path, Int8Matrix, KvFormat, is_host};
 use burn_fp4::{Activations, Fp4Format};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
-use examples::OnDevice;
+use examples::{OnDevice, print_text};
 use llama::{Folder, Llama, Projection, Tokens};
 use serde::Serialize;
 use tokenizers::Tokenizer;
@@ -317,12 +316,7 @@ impl CacheOptions {
 
 /// Prints the result of a command, as JSON or as lines.
 fn print(result: &impl Serialize, json: bool, lines: impl FnOnce() -> String) -> Result<()> {
-    let text = if json { serde_json::to_string_pretty(result)? } else { lines() };
-    // A reader that has seen enough, such as `head`, is no error.
-    match writeln!(io::stdout(), "{text}") {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
-        _ => Ok(()),
-    }
+    print_text(if json { serde_json::to_string_pretty(result)? } else { lines() })
 }
 
 /// Formats a path for a shell, in quotes if it needs them.

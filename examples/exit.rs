@@ -15,8 +15,8 @@ pub fn exit_code(result: Result<()>) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Prints a text and a newline on standard output. A reader that has seen enough, such as `head`, is
-/// no error.
+/// Prints a text and a newline on standard output. A reader that has seen enough, such as `head`,
+/// is no error.
 ///
 /// # Errors
 /// The text cannot be written.

@@ -105,8 +105,8 @@ impl QuantizeFolder<'_> {
         self.folder.check_dense(&whole)?;
         if self.resume && !self.can_resume() {
             bail!(
-                "--resume: --sequential cannot go on with --hadamard or a GGUF file; remove what is \
-                 unfinished and run the command without --resume"
+                "--resume: --sequential cannot go on with --hadamard or a GGUF file; remove what \
+                 is unfinished and run the command without --resume"
             );
         }
         let decided = Fp4Parts::new(&whole, self.config)?;

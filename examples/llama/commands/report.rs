@@ -28,8 +28,8 @@ pub(crate) struct Arguments {
     /// Text file to predict; may be repeated. Defaults to the end of Genesis.
     #[arg(long = "text", value_name = "FILE")]
     texts: Vec<PathBuf>,
-    /// Share of each text to predict, at its end: what `llama quantize` held out. Defaults to all of
-    /// a --text, and to a tenth of Genesis.
+    /// Share of each text to predict, at its end: what `llama quantize` held out. Defaults to all
+    /// of a --text, and to a tenth of Genesis.
     #[arg(long, value_name = "SHARE")]
     held_out: Option<f64>,
     /// Windows of the texts on which the errors of outputs are measured, spread evenly.

@@ -89,10 +89,12 @@ fn lines(prompt: &str, report: &Report) -> String {
     format!(
         "{}prompt: {tokens} tokens, {rate:.1} tokens/s\n\
          decode: {count} tokens{decode_rate}{graph}\n\
+         {}\n\
          KV cache: {bytes} bytes a token of a sequence\n\
          {bandwidth}\
          load: {load:.1} s, peak memory {peak:.0} MB",
         texts.collect::<String>(),
+        report.products.line(),
     )
 }
 

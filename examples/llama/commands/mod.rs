@@ -90,15 +90,12 @@ enum ComputeDType {
 impl DeviceOptions {
     /// Returns the options that are not the defaults, as on a command line.
     fn said(&self) -> String {
-        fn option(name: &str, value: impl ValueEnum, default: impl ValueEnum) -> String {
-            let name_of = |value: Option<PossibleValue>| value.map(|one| one.get_name().to_owned());
-            let [found, default] =
-                [name_of(value.to_possible_value()), name_of(default.to_possible_value())];
-            let found = found.filter(|found| Some(found) != default.as_ref());
-            found.map_or(String::new(), |found| format!(" {name} {found}"))
-        }
-        option("--device", self.device, OnDevice::Flex)
-            + &option("--dtype", self.dtype, ComputeDType::F32)
+        let option = |name: &str, value: String, default: String| match value == default {
+            true => String::new(),
+            false => format!(" {name} {value}"),
+        };
+        option("--device", name(&self.device), name(&OnDevice::Flex))
+            + &option("--dtype", name(&self.dtype), name(&ComputeDType::F32))
     }
 
     /// Returns the device, with the dtype as its default.
@@ -111,6 +108,12 @@ impl DeviceOptions {
         })?;
         Ok(device)
     }
+}
+
+/// Returns the name of a choice on the command line.
+fn name(choice: &impl ValueEnum) -> String {
+    let value = choice.to_possible_value().as_ref().map(PossibleValue::get_name).map(str::to_owned);
+    value.expect("no choice is hidden")
 }
 
 /// Rows of the input of a product for which FP8 is planned, as of a prompt.
@@ -171,6 +174,15 @@ struct ProductFormats {
     /// None: no product has a choice.
     activations: Option<ActivationFormat>,
     lm_head: LmHead,
+}
+
+impl ProductFormats {
+    /// Formats them as a line of a report.
+    fn line(&self) -> String {
+        let activations = self.activations.as_ref().map(name);
+        let activations = activations.map_or(String::new(), |of| format!("activations {of}, "));
+        format!("products: {activations}lm_head {}", name(&self.lm_head))
+    }
 }
 
 impl ProductOptions {

@@ -59,14 +59,18 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let Some(reference) = &arguments.reference else {
         let found = perplexity(&model, tokens, windows, &device)?;
         let report = Report { products, cache, found };
-        return print(&report, arguments.json, || line(&found));
+        return print(&report, arguments.json, || {
+            format!("{}\n{}", line(&found), report.products.line())
+        });
     };
     let reference = Folder::open(reference)?;
     folder.check_vocabulary(&reference)?;
     let (reference, _) = reference.load::<Fp4Linear>(&device)?;
     let mut found = fidelity(&[&model], &reference, tokens, windows, &device)?;
     let report = Report { products, cache, found: found.remove(0) };
-    print(&report, arguments.json, || lines(&report.found))
+    print(&report, arguments.json, || {
+        format!("{}\n{}", lines(&report.found), report.products.line())
+    })
 }
 
 fn line(Perplexity { tokens, nats, perplexity }: &Perplexity) -> String {

@@ -86,6 +86,7 @@ fn commands_print_80_columns_and_the_next_command() {
 
     let generate = ["generate", quantized, "--prompt", "And ", "--tokens", "4"];
     let text = stdout(llama(&generate).output().unwrap());
+    assert!(text.contains("\nproducts: activations int8, lm_head int8\n"), "{text}");
     assert!(
         text.contains("\nprompt: 4 tokens, ") && text.contains("\ndecode: 4 tokens, "),
         "{text}"

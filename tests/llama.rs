@@ -521,7 +521,7 @@ fn a_run_that_was_interrupted_is_gone_on_with() {
         let (error, path) = run("gone-on", false);
         let error = error.expect_err("a value that is not finite").to_string();
         assert!(error.contains("parameter `layers.1.mlp."), "{error}");
-        assert!(error.contains("; add --resume once the cause is mended, or remove "), "{error}");
+        assert!(error.contains("; add --resume after you fix the cause, or remove "), "{error}");
         assert!(!path.exists());
         let (error, _) = run("gone-on", false);
         let error = error.expect_err("weights would be lost").to_string();

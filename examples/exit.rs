@@ -1,4 +1,4 @@
-//! What a program prints: its result, its error and its exit code.
+//! The end of a program: its result, its error and its exit code.
 
 use core::fmt::Display;
 use std::env;

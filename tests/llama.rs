@@ -1,6 +1,7 @@
 //! The example `llama` against `transformers`, dense and in FP4.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::{Debug, Display};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::time::SystemTime;
@@ -16,7 +17,7 @@ use burn_fp4::{
 };
 use llama::{
     CalibrationWindows, Folder, Llama, LlamaConfig, Projection, QuantizeFolder, QuantizeOptions,
-    Sampling, Tokens, Windows, generate, perplexity,
+    QuantizedFolder, Sampling, Tokens, Windows, generate, perplexity,
 };
 use safetensors::SafeTensors;
 use tests::tensors::floats;
@@ -417,14 +418,19 @@ fn a_folder_stage_by_stage_has_the_bytes_of_the_whole_model() {
     }
 }
 
+/// Quantizes the model of bytes by `sse`.
+fn quantized_by_sse(sequential: bool, name: &str) -> Result<QuantizedFolder, impl Debug + Display> {
+    let (folder, tokens) = (folder("genesis"), few_tokens());
+    let options = options(Method::SSE, sequential);
+    let config = options.config(&load::<Linear>(&folder)).expect("a configuration");
+    quantize(&folder, &config, &options, &tokens, false).run(&out(name))
+}
+
 #[test]
 fn a_report_on_a_folder_has_the_sizes_of_its_files() {
-    let (folder, tokens) = (folder("genesis"), few_tokens());
-    let options = options(Method::SSE, false);
-    let config = options.config(&load::<Linear>(&folder)).expect("a configuration");
-    let job = quantize(&folder, &config, &options, &tokens, false);
-    let found = job.run(&out("sizes")).expect("quantized");
+    let found = quantized_by_sse(false, "sizes").expect("quantized");
     // The model is bf16 in its files, and f32 in memory.
+    let folder = folder("genesis");
     let source = folder.checkpoint().model().expect("a model");
     let before: usize = source.weights.iter().map(|weight| weight.bytes()).sum();
     assert_eq!(found.report.bytes_before(), before);
@@ -434,11 +440,8 @@ fn a_report_on_a_folder_has_the_sizes_of_its_files() {
 
 #[test]
 fn layer_by_layer_without_a_method_that_calibrates_is_refused() {
-    let (folder, tokens) = (folder("genesis"), few_tokens());
-    let options = options(Method::SSE, true);
-    let config = options.config(&load::<Linear>(&folder)).expect("a configuration");
-    let job = quantize(&folder, &config, &options, &tokens, false);
-    let error = job.run(&out("sse-sequential")).expect_err("nothing to calibrate").to_string();
+    let error = quantized_by_sse(true, "sse-sequential").expect_err("nothing to calibrate");
+    let error = error.to_string();
     assert!(error.contains("--sequential: ") && error.contains("choose gptq"), "{error}");
 }
 

@@ -92,8 +92,8 @@ impl QuantizeFolder<'_> {
     ///
     /// # Errors
     /// A weight is missing or unknown, the text is shorter than a window, quantization fails, the
-    /// dialect cannot hold a weight, something exists at `out`, or an earlier run has left weights
-    /// and this one does not resume it.
+    /// dialect cannot hold a weight, something exists at `out`, an earlier run has left weights and
+    /// this one does not resume it, or it runs in sequence and no method calibrates.
     pub fn run(&self, out: &Path) -> Result<QuantizedFolder> {
         let mut clock = Clock { device: self.device, since: Instant::now() };
         // Each stage brings the tables of positions along: as many rows as a window needs are
@@ -250,7 +250,7 @@ impl QuantizeFolder<'_> {
 /// Sets the bytes of a parameter to what the files have before and after, where a dense weight has
 /// another dtype in memory.
 fn set_bytes(parameter: &mut ParameterReport, source: &Model<'_>, outline: &Model<'_>) {
-    // A norm of Burn's calls its weight so.
+    // Burn calls the weight of a norm gamma.
     let name = parameter.path.strip_suffix(".gamma").map(|norm| format!("{norm}.weight"));
     let name = name.as_deref().unwrap_or(&parameter.path);
     let of = |model: &Model<'_>| {

@@ -50,7 +50,8 @@ def weights(tensors, name):
     if scales.dtype == np.uint8:
         scales, unit = np.exp2(scales.astype(np.float32) - 127)[..., None], 1
         # The largest scale of a row is 2^6 then; blocks of zeros do not count.
-        shift = 64 / np.where(blocks.any(-1, keepdims=True), scales, 0).max(axis=1, keepdims=True)
+        largest = np.where(blocks.any(-1, keepdims=True), scales, 0).max(axis=1, keepdims=True)
+        shift = 64 / np.where(largest == 0, 1, largest)
     else:
         scales, shift = scales.astype(np.float32)[..., None], 1 / 8
         unit = 1 / tensors[f"{name}.weight_global_scale"]

@@ -6,14 +6,11 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4_search::Activations;
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
 
-#[cfg(feature = "cube")]
-use crate::devices::cube::graph::readable;
 use crate::devices::decoder::{
     DecoderBackend, HostDecoderBackend, has_host_decoder, multiplies_int8,
 };
 use crate::devices::extension::{Fp4Backend, weight_data};
-#[cfg(not(feature = "cube"))]
-use crate::devices::no_graph::readable;
+use crate::devices::readable;
 use crate::error::OpsError;
 use crate::matmul::product_of_nothing;
 

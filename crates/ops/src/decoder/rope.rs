@@ -6,11 +6,8 @@ use std::sync::OnceLock;
 use burn::module::Module;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-#[cfg(feature = "cube")]
-use crate::devices::cube::graph::readable;
 use crate::devices::decoder::decoder_code;
-#[cfg(not(feature = "cube"))]
-use crate::devices::no_graph::readable;
+use crate::devices::readable;
 
 /// Cosines and sines of every position, `[positions, head_dim / 2]`.
 #[derive(Module, Debug)]

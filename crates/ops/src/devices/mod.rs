@@ -43,3 +43,8 @@ pub(crate) mod no_graph;
 pub mod portable;
 #[cfg(feature = "flex")]
 mod scratch;
+
+#[cfg(feature = "cube")]
+pub(crate) use cube::graph::readable;
+#[cfg(not(feature = "cube"))]
+pub(crate) use no_graph::readable;

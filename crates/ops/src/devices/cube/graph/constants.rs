@@ -2,6 +2,7 @@
 
 use core::cell::RefCell;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::fusion::custom::{StreamId, TensorId};
@@ -10,7 +11,7 @@ use burn_cubecl::CubeDevice;
 
 use super::super::device::copy;
 use super::capture::in_first_run;
-use super::memory::{dispatch_tensor, fused_on, register, resolve};
+use super::memory::{Fused, fused_on, register, resolve};
 
 /// Copies in memory of a stream, by the tensors that they were made of.
 #[derive(Debug, Clone, Default)]
@@ -41,22 +42,23 @@ impl Constants {
     fn copy_of(&self, tensor: DispatchTensor) -> DispatchTensor {
         let DispatchDevice::Cube(device) = tensor.device() else { return tensor };
         let Ok(fused) = fused_on(&device, tensor.clone()) else { return tensor };
-        let id = fused.id;
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(copy) = copies.get(&id) {
-            return copy.clone();
-        }
-        match in_first_run().then(|| in_this_stream(&device, dispatch_tensor(fused))).flatten() {
-            Some(copy) => copies.entry(id).insert_entry(copy).get().clone(),
-            None => tensor,
+        match copies.entry(fused.id) {
+            Entry::Occupied(copy) => copy.get().clone(),
+            Entry::Vacant(place) => {
+                match in_first_run().then(|| in_this_stream(&device, fused)).flatten() {
+                    Some(copy) => place.insert(copy).clone(),
+                    None => tensor,
+                }
+            }
         }
     }
 }
 
 /// Copies a tensor to memory of the stream of this thread. Returns `None` if it is there already,
 /// or cannot be computed.
-fn in_this_stream(device: &CubeDevice, tensor: DispatchTensor) -> Option<DispatchTensor> {
-    let source = resolve(fused_on(device, tensor).ok()?).ok()?;
+fn in_this_stream(device: &CubeDevice, tensor: Fused) -> Option<DispatchTensor> {
+    let source = resolve(tensor).ok()?;
     let is_own = source.handle.stream == StreamId::current();
     if is_own { None } else { register(device, vec![copy(&source)]).pop() }
 }

@@ -12,13 +12,13 @@
 //! voids a capture as soon as anything waits for it, or any other wait begins. So a capture reads
 //! only memory of its own stream.
 //!
-//! | file         | what it holds                                                                |
-//! |--------------|------------------------------------------------------------------------------|
-//! | `replay.rs`  | [`CapturedGraph`]: captures a pass and replays it                            |
-//! | `capture.rs` | the runs of a pass before the capture, and the capture                       |
-//! | `state.rs`   | [`GraphState`]: tensors that are carried from replay to replay               |
+//! | file           | what it holds                                                              |
+//! |----------------|----------------------------------------------------------------------------|
+//! | `replay.rs`    | [`CapturedGraph`]: captures a pass and replays it                          |
+//! | `capture.rs`   | the runs of a pass before the capture, and the capture                     |
+//! | `state.rs`     | [`GraphState`]: tensors that are carried from replay to replay             |
 //! | `constants.rs` | tensors that are neither parameters nor arguments, in that stream's memory |
-//! | `memory.rs`  | tensors in and out of Burn's stream of operations, and copies of them        |
+//! | `memory.rs`    | tensors in and out of Burn's stream of operations, and copies of them      |
 
 mod capture;
 mod constants;

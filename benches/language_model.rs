@@ -108,7 +108,7 @@ impl Layer {
     fn new(shape: &Shape, device: &Device) -> Self {
         let linear = |inputs, outputs| {
             let linear = LinearConfig::new(inputs, outputs).with_bias(false).init(device);
-            Fp4Linear::from(linear).with_activations(Activations::Int8)
+            Fp4Linear::from(linear)
         };
         let norm = || Tensor::ones([shape.hidden], device);
         let kv_size = shape.hidden / shape.heads * shape.kv_heads;

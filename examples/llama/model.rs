@@ -4,9 +4,9 @@ use anyhow::{Result, ensure};
 use burn::module::{Module, ModuleDisplay, Param};
 use burn::nn::{EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::{DType, Device, Int, Tensor};
-use burn_fp4::ops::{self, Fp8Path, Int8Matrix, KvCache, KvFormat, Positions, RotaryEmbedding};
+use burn_fp4::ops::{self, Int8Matrix, KvCache, KvFormat, Positions, RotaryEmbedding};
 use burn_fp4::{
-    Activations, Fp4Config, Fp4Embedding, Fp4Error, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme,
+    Activations, Fp4Config, Fp4Embedding, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme,
     Method, PackedWeight, ScaleRule,
 };
 
@@ -21,14 +21,6 @@ pub trait Projection: Module + ModuleDisplay + From<Linear> + Sync + 'static {
 
     /// Returns the weight `[in_features, out_features]`.
     fn weight(&self) -> &Param<Tensor<2>>;
-
-    /// Sets how products with a packed weight read their input. Returns false if there is no such
-    /// product: the weight is dense, or Burn's `Linear` dequantizes it.
-    fn set_activations(&mut self, activations: Activations) -> bool;
-
-    /// Returns how products of an input of some rows and a dtype run with [`Activations::Fp8`];
-    /// none if [`set_activations`](Self::set_activations) does not matter.
-    fn fp8_path(&self, rows: usize, dtype: DType) -> Result<Option<Fp8Path>, Fp4Error>;
 }
 
 impl Projection for Linear {
@@ -39,14 +31,6 @@ impl Projection for Linear {
     fn weight(&self) -> &Param<Tensor<2>> {
         &self.weight
     }
-
-    fn set_activations(&mut self, _activations: Activations) -> bool {
-        false
-    }
-
-    fn fp8_path(&self, _rows: usize, _dtype: DType) -> Result<Option<Fp8Path>, Fp4Error> {
-        Ok(None)
-    }
 }
 
 impl Projection for Fp4Linear {
@@ -56,15 +40,6 @@ impl Projection for Fp4Linear {
 
     fn weight(&self) -> &Param<Tensor<2>> {
         &self.weight
-    }
-
-    fn set_activations(&mut self, activations: Activations) -> bool {
-        self.activations = activations;
-        self.weight.reparameterization::<PackedWeight>().is_some()
-    }
-
-    fn fp8_path(&self, rows: usize, dtype: DType) -> Result<Option<Fp8Path>, Fp4Error> {
-        self.fp8_path(rows, dtype)
     }
 }
 
@@ -229,17 +204,6 @@ impl<L: Projection> Llama<L> {
         })
     }
 
-    /// Returns how the products of each packed layer run with [`Activations::Fp8`], for an input of
-    /// some rows.
-    ///
-    /// # Errors
-    /// The device fails.
-    pub fn fp8_paths(&self, rows: usize) -> Result<Vec<Fp8Path>, Fp4Error> {
-        let dtype = self.dtype();
-        let paths = self.projections().map(|layer| layer.fp8_path(rows, dtype));
-        paths.filter_map(Result::transpose).collect()
-    }
-
     /// Returns the bytes of a position of a sequence in the KV cache.
     pub fn bytes_of_position(&self) -> usize {
         let layer_bytes = |layer: &DecoderLayer<L>| {
@@ -273,14 +237,7 @@ impl<L: Projection> Llama<L> {
     /// Sets how products with packed weights, and with an `lm_head` in int8, read their input.
     /// Returns false if there are none.
     pub fn set_activations(&mut self, activations: Activations) -> bool {
-        let layers = self.layers.iter_mut().flat_map(|layer| {
-            let (attention, mlp) = (&mut layer.self_attn, &mut layer.mlp);
-            let Attention { q_proj, k_proj, v_proj, o_proj, .. } = attention;
-            let Mlp { gate_proj, up_proj, down_proj } = mlp;
-            [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
-        });
-        let layers = layers.chain(&mut self.lm_head);
-        let any = layers.fold(false, |any, layer| layer.set_activations(activations) | any);
+        let any = self.set_fp4_activations(activations).is_ok();
         let (device, dtype) = (self.embed_tokens.weight.base().device(), self.dtype());
         let Some(int8_head) = &mut self.int8_head else { return any };
         int8_head.activations = activations;

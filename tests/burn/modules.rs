@@ -9,6 +9,7 @@ use burn::nn::{
 };
 use burn::store::ModuleRecord;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
+use burn_fp4::ops::Fp8Path;
 use burn_fp4::{
     Activations, Blocks, Calibration, Candidate, DequantizeReason, FakeQuantizeConfig, Fp4Config,
     Fp4Embedding, Fp4Error, Fp4Linear, Fp4Module, Fp4Scheme, Fp4TrainLinear, Gptq, Indivisible,
@@ -745,24 +746,44 @@ fn fp4_linear_has_the_outputs_and_records_of_linear() {
 }
 
 #[test]
-fn fp4_linear_keeps_its_activations_when_it_is_quantized_and_loaded() {
+fn every_layer_of_a_model_multiplies_in_int8() {
     let device = Device::flex();
-    let fresh = || Fp4Linear::from(LinearConfig::new(576, 40).init(&device));
+    let table = seeded(Fp4Embedding::from(EmbeddingConfig::new(40, 576).init(&device)), 5);
+    let layer = Fp4Linear::from(seeded(LinearConfig::new(576, 40).init(&device), 6));
+    let by_burn: Linear = LinearConfig::new(576, 40).init(&device);
     let x = Tensor::<2>::from_data(TensorData::new(normals(4, 3 * 576), [3, 576]), &device);
-    let mut in_f32 = fresh();
-    let mut in_int8 = in_f32.clone().with_activations(Activations::Int8);
-    // A dense weight is multiplied in f32.
-    assert_eq!(floats(in_int8.forward(x.clone())), floats(in_f32.forward(x.clone())));
-    in_f32.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-    in_int8.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-    let mut loaded = fresh().with_activations(Activations::Int8);
-    loaded.load_fp4_record(in_f32.clone().into_record()).unwrap();
-    let (expected, found) = (floats(in_f32.forward(x.clone())), floats(in_int8.forward(x.clone())));
-    assert_eq!(found, floats(loaded.forward(x)));
+    let outputs = |model: &(Fp4Embedding, (Fp4Linear, Linear))| {
+        let (table, (layer, by_burn)) = model;
+        [table.project(x.clone()), layer.forward(x.clone()), by_burn.forward(x.clone())].map(floats)
+    };
+    let mut model = (table, (layer, by_burn));
+    let error = model.set_fp4_activations(Activations::Int8).unwrap_err();
+    assert!(matches!(error, Fp4Error::NoFp4Layers), "{error}");
+    model.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+    let expected = outputs(&model);
+    let paths = model.fp8_paths(8, DType::F32).unwrap();
+    assert_eq!(paths.keys().collect::<Vec<_>>(), ["0.weight", "1.0.weight"]);
+    assert!(paths.values().all(|path| matches!(path, Fp8Path::Inexact { .. })), "{paths:?}");
+    assert_eq!(model.set_fp4_activations(Activations::Int8).unwrap(), 2);
+    let found = outputs(&model);
+    assert_eq!(found[2], expected[2], "Burn's layer dequantizes");
     let squares = |values: &mut dyn Iterator<Item = f32>| values.map(|x| x * x).sum::<f32>();
-    let error = squares(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
-    let relative = (error / squares(&mut expected.iter().copied())).sqrt();
-    assert!((1e-3..8e-3).contains(&relative), "{relative}");
+    for (found, expected) in found.iter().zip(&expected).take(2) {
+        let error = squares(&mut found.iter().zip(expected).map(|(a, b)| a - b));
+        let relative = (error / squares(&mut expected.iter().copied())).sqrt();
+        assert!((1e-3..8e-3).contains(&relative), "{relative}");
+    }
+    // Kept by moves and by weights into which a record is loaded, not by records.
+    let mut moved = model.clone().to_device(&device);
+    assert_eq!(outputs(&moved), found);
+    moved.load_fp4_record(model.clone().into_record()).unwrap();
+    assert_eq!(outputs(&moved), found);
+    let mut fresh = model.clone().materialize();
+    fresh.load_fp4_record(moved.into_record()).unwrap();
+    assert_eq!(outputs(&fresh), expected);
+    // A part of it.
+    assert_eq!(model.1.set_fp4_activations(Activations::F32).unwrap(), 1);
+    assert_eq!(outputs(&model)[..2], [found[0].clone(), expected[1].clone()]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use burn::module::{Module, Param};
 use burn::nn::Embedding;
 use burn::tensor::{FloatDType, Int, Tensor};
-use burn_fp4_ops::{dense_matmul, embedding, matmul};
+use burn_fp4_ops::{dense_matmul, embedding};
 
 use crate::packed_weight::PackedWeight;
 
@@ -32,6 +32,12 @@ pub struct Fp4Embedding {
 }
 
 impl Fp4Embedding {
+    /// Returns the packed weight, if its blocks run along the vectors and it has no adapter.
+    fn packed(&self) -> Option<&PackedWeight> {
+        let packed = self.weight.reparameterization::<PackedWeight>();
+        packed.filter(|packed| packed.adapter().is_none() && packed.layout().axis == 1)
+    }
+
     /// The vectors at indices `[batch, length]`: `[batch, length, d_model]`.
     ///
     /// # Panics
@@ -39,8 +45,7 @@ impl Fp4Embedding {
     /// does.
     #[must_use]
     pub fn forward(&self, indices: Tensor<2, Int>) -> Tensor<3> {
-        let packed = self.weight.reparameterization::<PackedWeight>();
-        match packed.filter(|packed| packed.adapter().is_none() && packed.layout().axis == 1) {
+        match self.packed() {
             Some(packed) => {
                 let dtype = FloatDType::from(self.weight.base().dtype());
                 let vectors = embedding(&packed.tensor::<2>(), indices, dtype);
@@ -53,7 +58,8 @@ impl Fp4Embedding {
     /// The products of hidden states `[.., d_model]` with every vector of the table,
     /// `[.., n_embedding]`: the logits of an output layer that is tied to the embedding. Once the
     /// weight is quantized along axis 1 they are computed straight from its codes, which are in
-    /// memory once for both uses.
+    /// memory once for both uses. [`set_fp4_activations`](crate::Fp4Module::set_fp4_activations)
+    /// has them read hidden states in 8 bits.
     ///
     /// ```
     /// use burn::nn::EmbeddingConfig;
@@ -73,10 +79,9 @@ impl Fp4Embedding {
     /// bf16.
     #[must_use]
     pub fn project<const D: usize>(&self, hidden: Tensor<D>) -> Tensor<D> {
-        let packed = self.weight.reparameterization::<PackedWeight>();
-        match packed.filter(|packed| packed.adapter().is_none() && packed.layout().axis == 1) {
+        match self.packed() {
             Some(packed) => {
-                let logits = matmul(hidden, &packed.tensor::<2>().transpose());
+                let logits = packed.linear(hidden, None);
                 logits.unwrap_or_else(|error| panic!("Fp4Embedding: {error}"))
             }
             None => dense_matmul(hidden, self.weight.val().transpose()),

@@ -131,6 +131,12 @@ pub enum Fp4Error {
         /// Why it does not go together.
         reason: &'static str,
     },
+    /// No layer reads its input as it was asked to.
+    #[error(
+        "activations: no `Fp4Linear` or `Fp4Embedding` has a weight that is quantized along its \
+         input; make the layers `Fp4Linear` (Burn's `Linear` dequantizes), then quantize or load"
+    )]
+    NoFp4Layers,
     /// No parameter is fake-quantized, so there is nothing to convert.
     #[error("no parameter is fake-quantized")]
     NothingFakeQuantized,

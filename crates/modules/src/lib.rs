@@ -51,13 +51,15 @@ mod training;
 mod transfer;
 mod walk;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use burn::module::{Lora, Module};
 use burn::store::ModuleRecord;
-use burn::tensor::Device;
 #[cfg(feature = "autodiff")]
 use burn::tensor::Tensor;
+use burn::tensor::{DType, Device};
+use burn_fp4_ops::{Activations, Fp8Path};
 
 pub use budget::Budget;
 pub use burn_fp4_checkpoints as checkpoints;
@@ -268,6 +270,61 @@ pub trait Fp4Module: Module {
         loss: impl FnMut(&Self, I) -> Tensor<1>,
     ) -> Result<Sensitivity, Fp4Error> {
         sensitivity::loss::measure(self, config, candidates, batches, loss)
+    }
+
+    /// Sets how products with packed weights read their input: those of [`Fp4Linear`] and
+    /// [`Fp4Embedding::project`]. Burn's own layers dequantize, and keep their inputs. Returns the
+    /// number of weights that are multiplied so.
+    ///
+    /// [`Activations::Int8`] is the fastest on hosts, [`Activations::Fp8`] for many rows on Hopper
+    /// ([`fp8_paths`](Self::fp8_paths)); they say by how much outputs change. Call this after
+    /// quantizing or loading, for a module or for some of its layers: records do not hold it, and
+    /// loading one changes it for no weight that is packed already.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fp4_modules::{Fp4Config, Fp4Linear, Fp4Module, ops::Activations};
+    ///
+    /// let layer = || Fp4Linear::from(LinearConfig::new(64, 64).init(&Device::flex()));
+    /// let mut layers = vec![layer(), layer()];
+    /// layers.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// assert_eq!(layers.set_fp4_activations(Activations::Int8)?, 2);
+    /// let output = layers[0].forward(Tensor::<2>::ones([1, 64], &Device::flex()));
+    /// # assert_eq!(output.dims(), [1, 64]);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Fp4Error::NoFp4Layers`] if there is no such weight. The module is then unchanged.
+    fn set_fp4_activations(&mut self, activations: Activations) -> Result<usize, Fp4Error> {
+        pack::activations::set(self, activations)
+    }
+
+    /// Returns how each product runs that [`set_fp4_activations`](Self::set_fp4_activations) sets,
+    /// with [`Activations::Fp8`], or with [`Activations::Fp8Rounded`] if the weight has these: by
+    /// path of the weight, for an input of some rows and a dtype.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::{DType, Device};
+    /// use burn_fp4_modules::{Fp4Config, Fp4Linear, Fp4Module, ops::Fp8Path};
+    ///
+    /// let mut layer = Fp4Linear::from(LinearConfig::new(64, 128).init(&Device::flex()));
+    /// layer.quantize_fp4(&Fp4Config::mxfp4())?;
+    /// let paths = layer.fp8_paths(512, DType::BF16)?;
+    /// assert_eq!(paths["weight"], Fp8Path::Emulated); // on a CPU
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Fp4Error::Device`] if the device fails.
+    fn fp8_paths(
+        &self,
+        rows: usize,
+        dtype: DType,
+    ) -> Result<BTreeMap<String, Fp8Path>, Fp4Error> {
+        pack::activations::fp8_paths(self, rows, dtype)
     }
 
     /// Replaces dense weights by codes and scales that come from elsewhere: of a checkpoint, of a

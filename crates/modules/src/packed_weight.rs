@@ -10,7 +10,8 @@ use burn::module::{
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fp4_ops::search::formats::Packed;
 use burn_fp4_ops::{
-    Fp4Format, Fp4Layout, Fp4Tensor, Fp8Weight, Hadamard, OpsError, without_padding,
+    Activations, Fp4Format, Fp4Layout, Fp4Tensor, Fp8Path, Fp8Weight, Hadamard, OpsError,
+    linear_in_fp8, linear_with, without_padding,
 };
 
 /// The codes and scales of a weight, in the place of its values.
@@ -48,6 +49,7 @@ pub struct PackedWeight {
     tensor_scale: Param<Tensor<1, Int>>,
     layout: Fp4Layout,
     adapter: Option<LoraAdapter>,
+    activations: Activations,
     /// Facts for products in FP8, once they were asked for.
     fp8: Arc<OnceLock<Fp8Weight>>,
     /// Returns true if `val()` equals the stored values while this is taken off the parameter.
@@ -62,6 +64,7 @@ impl<const D: usize> From<Fp4Tensor<D>> for PackedWeight {
             tensor_scale: constant(packed.tensor_scale_bits()),
             layout: packed.layout().clone(),
             adapter: None,
+            activations: Activations::F32,
             fp8: Arc::default(),
             absent: false,
         }
@@ -126,8 +129,13 @@ impl PackedWeight {
     /// The same codes and scales, which are in memory once, as the transposed matrix or as the same
     /// one.
     pub(crate) fn shared(&self, axis: usize) -> Self {
+        self.along(axis).into()
+    }
+
+    /// The matrix or its transpose: that whose blocks run along an axis.
+    fn along(&self, axis: usize) -> Fp4Tensor<2> {
         let tensor = self.tensor::<2>();
-        if axis == self.layout.axis { tensor.into() } else { tensor.transpose().into() }
+        if axis == self.layout.axis { tensor } else { tensor.transpose() }
     }
 
     /// The quantized tensor, without the adapter.
@@ -141,17 +149,46 @@ impl PackedWeight {
             .expect("a packed weight keeps the shape it was made with")
     }
 
-    /// Returns the facts about a matrix for products in FP8. The first call finds them, and reads a
-    /// number per row back.
+    /// Multiplies an input by the matrix without its adapter, along its blocks, and adds a bias. It
+    /// reads the input as its [activations](Self::activations) say.
+    ///
+    /// # Errors
+    /// As [`linear_with`].
+    pub(crate) fn linear<const D: usize>(
+        &self,
+        input: Tensor<D>,
+        bias: Option<Tensor<1>>,
+    ) -> Result<Tensor<D>, OpsError> {
+        let weight = self.along(0);
+        match self.activations {
+            Activations::Fp8 | Activations::Fp8Rounded => {
+                linear_in_fp8(input, &weight, bias, || self.fp8(&weight))
+            }
+            other => linear_with(input, &weight, bias, other),
+        }
+    }
+
+    /// Returns how [`linear`](Self::linear) runs with activations in FP8, for an input of some rows
+    /// and a dtype.
     ///
     /// # Errors
     /// As [`Fp8Weight::of`].
-    pub(crate) fn fp8(&self) -> Result<Fp8Weight, OpsError> {
-        if let Some(known) = self.fp8.get() {
-            return Ok(known.clone());
-        }
-        let found = Fp8Weight::of(&self.tensor::<2>())?;
-        Ok(self.fp8.get_or_init(|| found).clone())
+    pub(crate) fn fp8_path(&self, rows: usize, dtype: DType) -> Result<Fp8Path, OpsError> {
+        let weight = self.along(0);
+        Ok(self.fp8(&weight)?.path(&weight, rows, dtype))
+    }
+
+    /// Returns the facts about the matrix for products in FP8. The first call finds them, and reads
+    /// a number per row back.
+    fn fp8(&self, weight: &Fp4Tensor<2>) -> Result<Fp8Weight, OpsError> {
+        let facts = match self.fp8.get() {
+            Some(known) => known.clone(),
+            None => {
+                let found = Fp8Weight::of(weight)?;
+                self.fp8.get_or_init(|| found).clone()
+            }
+        };
+        Ok(facts.with_rounding(self.activations == Activations::Fp8Rounded))
     }
 
     /// Returns the matrix of the last two axes that has this number over the leading ones.
@@ -192,6 +229,13 @@ impl PackedWeight {
         elements(self.codes.dims()) + elements(self.scales.dims()) + 4 * tensor_scales
     }
 
+    /// Returns how products read their input; see
+    /// [`set_fp4_activations`](crate::Fp4Module::set_fp4_activations). Not part of records.
+    #[must_use]
+    pub fn activations(&self) -> Activations {
+        self.activations
+    }
+
     /// Returns the adapter that is trained over the codes; see
     /// [`lora_fp4`](crate::Fp4Module::lora_fp4).
     #[must_use]
@@ -205,6 +249,10 @@ impl PackedWeight {
 
     pub(crate) fn absent(self) -> Self {
         Self { absent: true, ..self }
+    }
+
+    pub(crate) fn with_activations(self, activations: Activations) -> Self {
+        Self { activations, ..self }
     }
 
     pub(crate) fn with_adapter(self, adapter: Option<LoraAdapter>) -> Self {
@@ -337,9 +385,8 @@ impl Module for PackedWeight {
         let codes = with_dtype(codes, DType::U8);
         let scales = with_dtype(scales, DType::U8);
         let tensor_scale = with_dtype(tensor_scale, DType::I32);
-        let (layout, absent) = (self.layout, self.absent);
         let fp8 = Arc::default();
-        let mapped = Self { codes, scales, tensor_scale, layout, adapter, fp8, absent };
+        let mapped = Self { codes, scales, tensor_scale, adapter, fp8, ..self };
         match edit {
             Some(edit) => edit(mapped),
             None => mapped,

@@ -1,7 +1,7 @@
 //! [`Int8Matrix`]: an output layer of signed bytes.
 
 use burn::backend::{Dispatch, DispatchTensor};
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_fp4_search::Activations;
 use burn_fp4_search::host::{INT8_BLOCK, quantize_int8};
@@ -37,6 +37,9 @@ pub struct Int8Matrix {
     codes: Tensor<2, Int>,
     /// f32, `[N, K / 32]`.
     scales: Tensor<2>,
+    /// Of these values.
+    #[module(skip)]
+    id: ParamId,
     /// How products read their input on `flex`. Not part of records.
     #[module(skip)]
     pub activations: Activations,
@@ -68,6 +71,7 @@ impl Int8Matrix {
         Ok(Self {
             codes: Tensor::from_data(weight_data(codes, &device), (&device, DType::I8)),
             scales: Tensor::from_data(weight_data(scales, &device), (&device, DType::F32)),
+            id: ParamId::new(),
             activations: Activations::F32,
         })
     }
@@ -158,7 +162,8 @@ impl Int8Matrix {
 
     /// Returns codes and scales, which a capture may read.
     fn parts(&self) -> [DispatchTensor; 2] {
-        readable([self.codes.clone().into_dispatch(), self.scales.clone().into_dispatch()])
+        let (codes, scales) = (self.codes.clone(), self.scales.clone());
+        readable(self.id, [codes.into_dispatch(), scales.into_dispatch()])
     }
 }
 

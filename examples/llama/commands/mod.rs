@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, FloatDType};
 use burn_fp4::ops::{Fp8Path, Int8Matrix, KvFormat, is_host};
-use burn_fp4::{Activations, Fp4Format};
+use burn_fp4::{Activations, Fp4Format, Fp4Module};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 use examples::{OnDevice, print_text};
@@ -259,11 +259,13 @@ impl ProductOptions {
 
 /// Checks that layers of a model multiply in FP8, and warns of those that do not.
 fn check_fp8<L: Projection>(model: &Llama<L>) -> Result<()> {
-    let paths = model.fp8_paths(MANY_ROWS)?;
+    let paths = model.fp8_paths(MANY_ROWS, model.dtype())?;
     let is_fp8 =
         |path: &Fp8Path| matches!(path, Fp8Path::Fp8 | Fp8Path::Rounded { .. } | Fp8Path::Emulated);
-    let others: Vec<_> = paths.iter().filter(|path| !is_fp8(path)).collect();
-    let first = others.first().map_or("none has an FP4 weight".to_owned(), |path| path.to_string());
+    let others: Vec<_> = paths.iter().filter(|(_, path)| !is_fp8(path)).collect();
+    let first = others
+        .first()
+        .map_or("none has an FP4 weight".to_owned(), |(weight, path)| format!("{weight}: {path}"));
     let (other, all) = (others.len(), paths.len());
     ensure!(
         other < all,

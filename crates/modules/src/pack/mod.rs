@@ -11,8 +11,10 @@
 //! | `weight.rs`           | one weight or family: its values, method, codes, errors of outputs |
 //! | `packed_parameter.rs` | placeholders; packed weights of a module                           |
 //! | `provided.rs`         | [`pack_fp4`](crate::Fp4Module::pack_fp4): codes from elsewhere     |
+//! | `activations.rs`      | how products with packed weights read their input                  |
 //! | `record.rs`           | records into fresh or quantized modules                            |
 
+pub(crate) mod activations;
 pub(crate) mod devices;
 pub(crate) mod job;
 pub(crate) mod packed_parameter;

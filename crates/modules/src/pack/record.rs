@@ -336,7 +336,7 @@ impl Reparameterizer for &mut AttachRecorded {
         match packed::<D>(path, entry, base.lazy_shape().to_vec(), &base.lazy_device()) {
             // What is attached already is mapped next.
             Ok(packed) if attached => {
-                edit_next(Box::new(|_| packed));
+                edit_next(Box::new(|before| packed.with_activations(before.activations())));
                 (base, None)
             }
             Ok(packed) => (base, Some(packed)),

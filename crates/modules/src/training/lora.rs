@@ -163,7 +163,8 @@ fn merge_packed<'a>(
         let tensor = quantize_without_inputs(dense.clone(), layout.axis, scheme);
         let tensor = tensor.map_err(named)?;
         let facts = PackedFacts::new(&tensor, dtype, Some((dense, None))).map_err(named)?;
-        packed.insert(path.clone(), PackedWeight::from(tensor));
+        let activations = packed[path].activations();
+        packed.insert(path.clone(), PackedWeight::from(tensor).with_activations(activations));
         merged.insert(path, (plan, facts));
     }
     Ok(merged)

@@ -3,7 +3,7 @@
 
 use std::sync::OnceLock;
 
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
 use crate::devices::decoder::decoder_code;
@@ -16,6 +16,9 @@ pub struct RotaryEmbedding {
     sin: Tensor<2>,
     /// Index of the channel that each channel of a head is paired with, `[head_dim]`.
     partners: Tensor<1, Int>,
+    /// Of these values.
+    #[module(skip)]
+    id: ParamId,
 }
 
 impl RotaryEmbedding {
@@ -35,7 +38,7 @@ impl RotaryEmbedding {
         let partners: Vec<i32> = (half..2 * half).chain(0..half).collect();
         let partners = TensorData::new(partners, [2 * inv_freq.len()]);
         let partners = Tensor::from_data(partners, device);
-        Self { cos: table(f64::cos), sin: table(f64::sin), partners }
+        Self { cos: table(f64::cos), sin: table(f64::sin), partners, id: ParamId::new() }
     }
 
     /// Prepares the positions `[tokens]` of a forward pass, for attention to `keys` keys in
@@ -43,9 +46,9 @@ impl RotaryEmbedding {
     #[must_use]
     pub fn at(&self, positions: Tensor<1, Int>, keys: usize, dtype: DType) -> Positions {
         let own_operations = decoder_code(&positions.device(), [dtype]).is_some();
-        let Self { cos, sin, partners } = self.clone();
+        let Self { cos, sin, partners, id } = self.clone();
         let tables = [cos.into_dispatch(), sin.into_dispatch(), partners.into_dispatch()];
-        let [cos, sin, partners] = readable(tables);
+        let [cos, sin, partners] = readable(id, tables);
         let (cos, sin) = (Tensor::from_dispatch(cos), Tensor::from_dispatch(sin));
         let partners = Tensor::from_dispatch(partners);
         let prepared =

@@ -1,6 +1,7 @@
 //! Captured passes in a build without Cube devices: no device captures any.
 
 use burn::backend::DispatchTensor;
+use burn::module::ParamId;
 use burn::tensor::Device;
 
 use crate::error::OpsError;
@@ -58,7 +59,10 @@ impl GraphState {
 }
 
 /// Returns plain tensors of a module where they are.
-pub(crate) fn readable<const N: usize>(tensors: [DispatchTensor; N]) -> [DispatchTensor; N] {
+pub(crate) fn readable<const N: usize>(
+    _id: ParamId,
+    tensors: [DispatchTensor; N],
+) -> [DispatchTensor; N] {
     tensors
 }
 

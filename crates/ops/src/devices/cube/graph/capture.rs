@@ -11,6 +11,7 @@ use burn_fp4_cubecl::cubecl::MemoryScope;
 use super::super::device::{copy, write};
 use super::super::matmul::Notes;
 use super::super::queues;
+use super::constants::Constants;
 use super::memory::{
     MemoryRange, check_same, fills, memory_range, not_captured, register, resolve_all, specs,
 };
@@ -68,6 +69,7 @@ pub(super) struct PassRuns<'a> {
     pub(super) device: &'a CubeDevice,
     pub(super) inputs: &'a [CubeTensor],
     pub(super) pass: &'a Pass<'a>,
+    pub(super) constants: &'a Constants,
 }
 
 /// Why there is no graph.
@@ -201,7 +203,7 @@ impl PassRuns<'_> {
         let state = register(self.device, state);
         let (state, outputs) = {
             let _in_pass = InPass::begin(run);
-            (self.pass)(state, inputs)
+            self.constants.during(|| (self.pass)(state, inputs))
         };
         // Outputs first: one that is also kept as state has two owners then, in every run.
         let outputs = resolve_all(self.device, outputs)?;

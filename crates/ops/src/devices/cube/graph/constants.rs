@@ -5,28 +5,28 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use burn::backend::fusion::custom::{StreamId, TensorId};
+use burn::backend::fusion::custom::StreamId;
 use burn::backend::{DispatchDevice, DispatchTensor, TensorMetadata};
-use burn_cubecl::CubeDevice;
+use burn::module::ParamId;
 
 use super::super::device::copy;
 use super::capture::in_first_run;
-use super::memory::{Fused, fused_on, register, resolve};
+use super::memory::{fused_on, register, resolve};
 
-/// Copies in memory of a stream, by the tensors that they were made of.
+/// Tensors in memory of a stream, by the modules that have them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Constants {
-    copies: Arc<Mutex<HashMap<TensorId, DispatchTensor>>>,
+    copies: Arc<Mutex<HashMap<ParamId, Vec<DispatchTensor>>>>,
 }
 
 thread_local! {
-    /// The copies that the pass reads which this thread captures.
+    /// The copies that the pass reads which this thread runs.
     static CURRENT: RefCell<Option<Constants>> = const { RefCell::new(None) };
 }
 
 impl Constants {
-    /// Runs a task, all of whose passes read these copies.
-    pub(super) fn during<R>(&self, task: impl FnOnce() -> R) -> R {
+    /// Runs a pass that reads these copies. The runs of a capture are on several threads.
+    pub(super) fn during<R>(&self, pass: impl FnOnce() -> R) -> R {
         struct Restore(Option<Constants>);
         impl Drop for Restore {
             fn drop(&mut self) {
@@ -34,41 +34,47 @@ impl Constants {
             }
         }
         let _restore = Restore(CURRENT.replace(Some(self.clone())));
-        task()
+        pass()
     }
 
-    /// Returns the copy of a tensor. Only the first run of a pass makes one: the device may not
-    /// wait later.
-    fn copy_of(&self, tensor: DispatchTensor) -> DispatchTensor {
-        let DispatchDevice::Cube(device) = tensor.device() else { return tensor };
-        let Ok(fused) = fused_on(&device, tensor.clone()) else { return tensor };
+    /// Returns the copies of the tensors of a module. Only the first run of a pass makes them: the
+    /// device may not wait later.
+    fn of<const N: usize>(&self, id: ParamId, tensors: [DispatchTensor; N]) -> [DispatchTensor; N] {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
-        match copies.entry(fused.id) {
-            Entry::Occupied(copy) => copy.get().clone(),
-            Entry::Vacant(place) => {
-                match in_first_run().then(|| in_this_stream(&device, fused)).flatten() {
-                    Some(copy) => place.insert(copy).clone(),
-                    None => tensor,
-                }
+        match copies.entry(id) {
+            Entry::Occupied(known) => core::array::from_fn(|at| known.get()[at].clone()),
+            Entry::Vacant(place) if in_first_run() => {
+                let found = tensors.map(in_this_stream);
+                place.insert(found.to_vec());
+                found
             }
+            Entry::Vacant(_) => tensors,
         }
     }
 }
 
-/// Copies a tensor to memory of the stream of this thread. Returns `None` if it is there already,
-/// or cannot be computed.
-fn in_this_stream(device: &CubeDevice, tensor: Fused) -> Option<DispatchTensor> {
-    let source = resolve(tensor).ok()?;
-    let is_own = source.handle.stream == StreamId::current();
-    if is_own { None } else { register(device, vec![copy(&source)]).pop() }
+/// Returns a tensor in memory of the stream of this thread: itself if it is there already, or
+/// cannot be computed.
+fn in_this_stream(tensor: DispatchTensor) -> DispatchTensor {
+    let DispatchDevice::Cube(device) = tensor.device() else { return tensor };
+    match fused_on(&device, tensor.clone()).and_then(resolve) {
+        Ok(source) if source.handle.stream != StreamId::current() => {
+            register(&device, vec![copy(&source)]).pop().unwrap_or(tensor)
+        }
+        _ => tensor,
+    }
 }
 
 /// Returns plain tensors of a module in memory that a capture may read: copies, in a pass that is
 /// captured on another stream than the one that made them. Whoever captures a pass can copy its
-/// parameters, but does not see other tensors.
-pub(crate) fn readable<const N: usize>(tensors: [DispatchTensor; N]) -> [DispatchTensor; N] {
+/// parameters, but does not see other tensors. `id` tells the values of the module from others: a
+/// tensor has another id for each thread that clones it.
+pub(crate) fn readable<const N: usize>(
+    id: ParamId,
+    tensors: [DispatchTensor; N],
+) -> [DispatchTensor; N] {
     match CURRENT.with_borrow(Clone::clone) {
-        Some(constants) => tensors.map(|tensor| constants.copy_of(tensor)),
+        Some(constants) => constants.of(id, tensors),
         None => tensors,
     }
 }

@@ -110,9 +110,10 @@ impl CapturedGraph {
         let sources = resolve_all(&device, inputs)?;
         let _turn = CAPTURING.lock().unwrap_or_else(PoisonError::into_inner);
         let constants = state.constants.clone();
-        let capture = || {
+        stream.executes(|| {
             let inputs: Vec<_> = sources.iter().map(copy).collect();
-            let runs = PassRuns { device: &device, inputs: &inputs, pass };
+            let runs =
+                PassRuns { device: &device, inputs: &inputs, pass, constants: &constants };
             let mut attempts = 0;
             let (graph, result) = loop {
                 attempts += 1;
@@ -139,8 +140,7 @@ impl CapturedGraph {
             let (outputs, memory) = (result.outputs, state.memory.clone());
             let graph = Graph { device, graph, stream, memory, inputs, outputs };
             Ok(Self { graph: Arc::new(graph) })
-        };
-        stream.executes(|| constants.during(capture))
+        })
     }
 
     /// Returns true if the graph was captured on the memory that the state has now.

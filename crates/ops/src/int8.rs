@@ -108,9 +108,8 @@ impl Int8Matrix {
     }
 
     /// Returns true if [`product`](Self::product) multiplies an input of some rows by the codes of
-    /// an `[N, K]` matrix: in f32 on `flex`, and at most 16 rows on CUDA, CubeCL's CPU runtime and
-    /// devices of wgpu whose planes have one size. Elsewhere it dequantizes the whole matrix for
-    /// each call.
+    /// an `[N, K]` matrix: on `flex`, and at most 16 rows on CUDA, CubeCL's CPU runtime and devices
+    /// of wgpu whose planes have one size. Elsewhere it dequantizes the whole matrix for each call.
     #[must_use]
     pub fn multiplies_codes(
         device: &Device,
@@ -118,7 +117,7 @@ impl Int8Matrix {
         rows: usize,
         [n, k]: [usize; 2],
     ) -> bool {
-        multiplies_int8(device, dtype, rows, [n, k])
+        multiplies_int8(device, computed_in(device, dtype), rows, [n, k])
     }
 
     /// Multiplies an input `[.., K]` by the transpose: `[.., N]`. Sums are f32 where it
@@ -140,13 +139,15 @@ impl Int8Matrix {
         let device = input.device();
         let product = if Self::multiplies_codes(&device, dtype, rows, [outputs, channels]) {
             let [codes, scales] = self.parts();
-            let input = input.into_dispatch();
+            let computed = computed_in(&device, dtype);
+            let input = input.cast(computed).into_dispatch();
             let rounds = self.activations == Activations::Int8;
-            Tensor::<2>::from_dispatch(if rounds && has_host_decoder(&device, [dtype]) {
+            let product = if rounds && has_host_decoder(&device, [computed]) {
                 Dispatch::decoder_int8_int8_matmul(input, codes, scales)
             } else {
                 Dispatch::decoder_int8_weight_matmul(input, codes, scales)
-            })
+            };
+            Tensor::<2>::from_dispatch(product).cast(dtype)
         } else {
             input.matmul(self.dequantize().cast(dtype).transpose())
         };
@@ -165,6 +166,12 @@ impl Int8Matrix {
         let (codes, scales) = (self.codes.clone(), self.scales.clone());
         readable(self.id, [codes.into_dispatch(), scales.into_dispatch()])
     }
+}
+
+/// Returns the dtype that products by the codes are computed in: hosts read 16 bits in f32.
+fn computed_in(device: &Device, dtype: DType) -> DType {
+    let halves = matches!(dtype, DType::F16 | DType::BF16);
+    if halves && has_host_decoder(device, [DType::F32]) { DType::F32 } else { dtype }
 }
 
 #[cfg(all(test, feature = "flex"))]

@@ -7,8 +7,9 @@ use crate::devices::decoder::{DecoderBackend, multiplies_rows};
 use crate::matmul::product_of_nothing;
 
 /// Multiplies an input `[.., K]` by a dense weight `[K, N]`, in either order of memory. A single
-/// row in f32 on `flex` is multiplied by all threads, where Burn's product has one. Up to 8 rows in
-/// one dtype are one kernel on devices with kernels, where Burn would tune one.
+/// row on `flex` is multiplied by all threads, where Burn's product has one, with sums in f32. Up
+/// to 8 rows are one kernel on devices with kernels, where Burn would tune one. Both are for input
+/// and weight in one dtype.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};

@@ -121,9 +121,12 @@ pub(crate) fn normalizes<const N: usize>(device: &Device, dtypes: [DType; N], le
 /// Returns true if one operation of a device multiplies these many rows by a dense weight, in
 /// tensors of these dtypes.
 pub(crate) fn multiplies_rows(device: &Device, dtypes: [DType; 2], rows: usize) -> bool {
+    #[cfg(feature = "flex")]
+    if matches!(device.as_dispatch(), DispatchDevice::Flex(_)) {
+        let float = [DType::F32, DType::F16, DType::BF16].contains(&dtypes[0]);
+        return rows == 1 && float && dtypes[0] == dtypes[1];
+    }
     match decoder_code(device, dtypes) {
-        #[cfg(feature = "flex")]
-        Some(DecoderCode::Host) => rows == 1,
         #[cfg(feature = "cube")]
         Some(DecoderCode::Kernels) => rows <= MAX_DENSE_GEMV_ROWS && has_gemv(device, dtypes[0]),
         _ => false,

@@ -2,10 +2,12 @@
 
 use burn::backend::Flex;
 use burn::backend::ops::IntTensorOps;
-use burn::tensor::{DType, Element, Shape, read_sync};
+use burn::tensor::{DType, Element, Shape, bf16, f16, read_sync};
 use burn_flex::FlexTensor;
 use burn_fp4_search::Activations;
-use burn_fp4_search::host::{self, AttentionShape, Int8Weight, KvFormat, KvMut, Rotary};
+use burn_fp4_search::host::{
+    self, AttentionShape, HostElement, Int8Weight, KvFormat, KvMut, Rotary,
+};
 use bytemuck::Pod;
 
 use super::decoder::{DecoderBackend, HostDecoderBackend};
@@ -35,17 +37,11 @@ impl DecoderBackend for Flex {
     }
 
     fn decoder_gemv(input: FlexTensor, weight: FlexTensor) -> FlexTensor {
-        let [_, n] = dims(&weight);
-        let input = contiguous(input);
-        let mut output = zeros(Shape::new([1, n]));
-        let transposed = weight.transpose(0, 1);
-        let product = if transposed.is_contiguous() && !weight.is_contiguous() {
-            host::gemv_rows(values(&input), values(&transposed), output.storage_mut())
-        } else {
-            host::gemv(values(&input), values(&contiguous(weight)), output.storage_mut())
-        };
-        product.expect(CHECKED);
-        output
+        match input.dtype() {
+            DType::BF16 => gemv::<bf16>(input, weight),
+            DType::F16 => gemv::<f16>(input, weight),
+            _ => gemv::<f32>(input, weight),
+        }
     }
 
     fn decoder_int8_weight_matmul(
@@ -98,6 +94,28 @@ impl DecoderBackend for Flex {
             (keys_in_cache, values_in_cache);
         (queries, key_codes, key_scales, value_codes, value_scales)
     }
+}
+
+/// Multiplies one row by a dense weight in either order of memory, with sums in f32.
+fn gemv<T: HostElement + Element + Pod + Sync>(
+    input: FlexTensor,
+    weight: FlexTensor,
+) -> FlexTensor {
+    let ([_, k], [_, n]) = (dims(&input), dims(&weight));
+    let input = contiguous(input);
+    let mut scratch = vec![0.0; k];
+    let input = T::as_f32(input.as_slice::<T>().expect(CHECKED), &mut scratch);
+    let mut sums = vec![0.0; n];
+    let transposed = weight.transpose(0, 1);
+    let product = if transposed.is_contiguous() && !weight.is_contiguous() {
+        host::gemv_rows(input, transposed.as_slice::<T>().expect(CHECKED), &mut sums)
+    } else {
+        host::gemv(input, contiguous(weight).as_slice::<T>().expect(CHECKED), &mut sums)
+    };
+    product.expect(CHECKED);
+    let mut output = FlexTensor::filled_typed(Shape::new([1, n]), T::dtype(), T::default());
+    T::write(&sums, output.storage_mut());
+    output
 }
 
 /// Attends from new tokens to a cache, which they join. Returns the outputs.

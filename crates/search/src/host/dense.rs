@@ -28,6 +28,12 @@ pub trait HostElement: Copy + Send + Sync + Default + 'static {
     fn to_f32(self) -> f32;
     /// Reads a slice into f32.
     fn read(source: &[Self], target: &mut [f32]);
+    /// Returns a slice as f32: itself, or read into the scratch memory, which is as long.
+    #[inline(always)]
+    fn as_f32<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
+        Self::read(source, scratch);
+        scratch
+    }
     /// Writes f32 into a slice.
     fn write(source: &[f32], target: &mut [Self]);
 }
@@ -52,6 +58,10 @@ impl HostElement for f32 {
     #[inline(always)]
     fn read(source: &[Self], target: &mut [f32]) {
         target.copy_from_slice(source);
+    }
+    #[inline(always)]
+    fn as_f32<'a>(source: &'a [Self], _scratch: &'a mut [f32]) -> &'a [f32] {
+        source
     }
     #[inline(always)]
     fn write(source: &[f32], target: &mut [Self]) {

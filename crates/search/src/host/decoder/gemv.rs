@@ -8,6 +8,7 @@ use pulp::{Simd, WithSimd};
 use crate::error::SearchError;
 use crate::host::arch::arch;
 use crate::host::decode::{prefetch, prefetch_distance};
+use crate::host::dense::HostElement;
 use crate::host::dots::dots;
 use crate::host::threads::{TASK, Work, for_each_chunk, per_microsecond};
 
@@ -22,22 +23,27 @@ const COLUMNS: usize = 2048;
 /// Number of rows that are read at a time: one stream alone waits for the memory.
 const ROWS: usize = 4;
 
-/// Computes `input x weight` for `k` values and a row-major weight `[k, n]`.
+/// Computes `input x weight` for `k` values and a row-major weight `[k, n]`, whose values are read
+/// in f32.
 ///
 /// ```
 /// use burn_fp4_search::host::{gemv, gemv_rows};
 ///
 /// let (input, mut output) = ([1.0, 2.0], [0.0; 3]);
-/// gemv(&input, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &mut output)?;
+/// gemv(&input, &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &mut output)?;
 /// assert_eq!(output, [9.0, 12.0, 15.0]);
-/// gemv_rows(&input, &[1.0, 4.0, 2.0, 5.0, 3.0, 6.0], &mut output)?; // its transpose
+/// gemv_rows(&input, &[1.0f32, 4.0, 2.0, 5.0, 3.0, 6.0], &mut output)?; // its transpose
 /// assert_eq!(output, [9.0, 12.0, 15.0]);
 /// # Ok::<(), burn_fp4_search::SearchError>(())
 /// ```
 ///
 /// # Errors
 /// A slice of the wrong length.
-pub fn gemv(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), SearchError> {
+pub fn gemv<T: HostElement + Sync>(
+    input: &[f32],
+    weight: &[T],
+    output: &mut [f32],
+) -> Result<(), SearchError> {
     let n = output.len();
     check_length("weight", input.len() * n, weight.len())?;
     let work = Work::new(weight.len(), per_microsecond::DENSE);
@@ -82,11 +88,16 @@ pub fn gemv(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), Sea
     Ok(())
 }
 
-/// Computes `weight x input` for `k` values and a row-major weight `[n, k]`.
+/// Computes `weight x input` for `k` values and a row-major weight `[n, k]`, whose values are read
+/// in f32.
 ///
 /// # Errors
 /// A slice of the wrong length.
-pub fn gemv_rows(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<(), SearchError> {
+pub fn gemv_rows<T: HostElement + Sync>(
+    input: &[f32],
+    weight: &[T],
+    output: &mut [f32],
+) -> Result<(), SearchError> {
     let k = input.len();
     check_length("weight", k * output.len(), weight.len())?;
     if k == 0 {
@@ -108,15 +119,15 @@ pub fn gemv_rows(input: &[f32], weight: &[f32], output: &mut [f32]) -> Result<()
     Ok(())
 }
 
-struct Columns<'a> {
+struct Columns<'a, T> {
     input: &'a [f32],
-    weight: &'a [f32],
+    weight: &'a [T],
     n: usize,
     first: usize,
     output: &'a mut [f32],
 }
 
-impl WithSimd for Columns<'_> {
+impl<T: HostElement> WithSimd for Columns<'_, T> {
     type Output = ();
 
     #[inline(always)]
@@ -127,9 +138,10 @@ impl WithSimd for Columns<'_> {
         let (whole, tail) = input.as_chunks::<ROWS>();
         let row = |at: usize| &weight[at * n + first..][..columns];
         // The processor prefetches along a row, and a task reads only a part of each.
-        let distance = ROWS * n * size_of::<f32>();
+        let distance = ROWS * n * size_of::<T>();
+        let mut scratch = scratch::<T>(columns);
         for (at, inputs) in whole.iter().enumerate() {
-            let rows = from_fn::<_, ROWS, _>(|index| row(ROWS * at + index));
+            let rows = in_f32(|index| row(ROWS * at + index), &mut scratch);
             let [x, y, z, w] = inputs.map(|input| simd.splat_f32s(input));
             let [a, b, c, d] = rows.map(|row| S::as_simd_f32s(row).0);
             let (sums, sums_tail) = S::as_mut_simd_f32s(output);
@@ -148,34 +160,55 @@ impl WithSimd for Columns<'_> {
             }
         }
         for (at, input) in tail.iter().enumerate() {
-            let row = row(ROWS * whole.len() + at);
+            let row = T::as_f32(row(ROWS * whole.len() + at), &mut scratch[0]);
             output.iter_mut().zip(row).for_each(|(sum, weight)| *sum += input * weight);
         }
     }
 }
 
-struct Rows<'a> {
+struct Rows<'a, T> {
     input: &'a [f32],
-    weight: &'a [f32],
+    weight: &'a [T],
     output: &'a mut [f32],
 }
 
-impl WithSimd for Rows<'_> {
+impl<T: HostElement> WithSimd for Rows<'_, T> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { input, weight, output } = self;
         let k = input.len().max(1);
-        let distance = prefetch_distance(ROWS * k * size_of::<f32>());
+        let distance = prefetch_distance(ROWS * k * size_of::<T>());
+        let mut scratch = scratch::<T>(input.len());
         for (weight, output) in weight.chunks(ROWS * k).zip(output.chunks_mut(ROWS)) {
             // Rows beyond the last repeat it.
             let row = |at: usize| &weight[at.min(output.len() - 1) * input.len()..][..input.len()];
-            let dots =
-                dots::<S, ROWS, 2>(simd, input, from_fn(row), |next| prefetch(next, distance));
+            let rows = in_f32(row, &mut scratch);
+            let dots = dots::<S, ROWS, 2>(simd, input, rows, |next| prefetch(next, distance));
             output.copy_from_slice(&dots[..output.len()]);
         }
     }
+}
+
+/// Allocates memory for rows of a type that are read in f32.
+fn scratch<T: HostElement>(len: usize) -> [Vec<f32>; ROWS] {
+    // The fastest type is not read.
+    let is_read = size_of::<T>() < size_of::<f32>();
+    from_fn(|_| vec![0.0; if is_read { len } else { 0 }])
+}
+
+/// Returns rows as f32.
+#[inline(always)]
+fn in_f32<'a, T: HostElement>(
+    row: impl Fn(usize) -> &'a [T],
+    scratch: &'a mut [Vec<f32>; ROWS],
+) -> [&'a [f32]; ROWS] {
+    let mut at = 0;
+    scratch.each_mut().map(|scratch| {
+        at += 1;
+        T::as_f32(row(at - 1), scratch)
+    })
 }
 
 #[cfg(test)]
@@ -208,7 +241,28 @@ mod tests {
                 }
             }
         }
-        assert!(gemv(&[1.0], &[1.0], &mut [0.0; 2]).is_err());
-        assert!(gemv_rows(&[1.0], &[1.0], &mut [0.0; 2]).is_err());
+        assert!(gemv(&[1.0], &[1.0f32], &mut [0.0; 2]).is_err());
+        assert!(gemv_rows(&[1.0], &[1.0f32], &mut [0.0; 2]).is_err());
+    }
+
+    #[test]
+    fn weights_in_16_bits_are_read_in_f32() {
+        fn check<T: HostElement + Sync>() {
+            for (k, n) in [(7, 3), (64, 600), (577, 1100), (64, 2100)] {
+                let input: Vec<_> = (0..k).map(|at| (at * 13 % 101) as f32 / 7.0 - 6.0).collect();
+                let values: Vec<_> = (0..k * n).map(|at| (at * 37 % 255) as f32 / 8.0).collect();
+                let mut rounded = vec![T::default(); k * n];
+                T::write(&values, &mut rounded);
+                let [mut expected, mut found] = [(); 2].map(|()| vec![f32::NAN; n]);
+                gemv(&input, &values, &mut expected).unwrap();
+                gemv(&input, &rounded, &mut found).unwrap();
+                assert_eq!(found, expected, "{k} x {n}");
+                gemv_rows(&input, &values, &mut expected).unwrap();
+                gemv_rows(&input, &rounded, &mut found).unwrap();
+                assert_eq!(found, expected, "{k} x {n}, rows");
+            }
+        }
+        check::<burn_fp4_formats::bf16>();
+        check::<burn_fp4_formats::f16>();
     }
 }

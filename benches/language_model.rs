@@ -244,6 +244,7 @@ pub(crate) fn measure(runs: usize, json: bool) {
         for (weights, config) in [("nvfp4", Fp4Config::nvfp4()), ("mxfp4", Fp4Config::mxfp4())] {
             decoder.layers = dense.clone();
             decoder.layers.quantize_fp4(&config).expect("valid layers");
+            decoder.layers.set_fp4_activations(Activations::Int8).expect("packed layers");
             rows.push(row(shape, weights, &decoder, runs, &device));
         }
     }

@@ -59,6 +59,7 @@ pub(crate) fn soak(replays: usize) {
         (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
     // Threads are reused: the device keeps memory for each thread it has seen.
     let (begin, end) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
+    let mut held = Vec::with_capacity(ROUNDS);
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
             let (dense, packed, device) = (dense.clone(), packed.clone(), device.clone());
@@ -91,11 +92,13 @@ pub(crate) fn soak(replays: usize) {
                 usage.bytes_in_use,
                 usage.bytes_reserved,
             );
+            held.push((usage.number_allocs, usage.bytes_in_use));
             begin.wait();
         }
     });
     let wrong = different.into_inner() + failed.into_inner();
     assert_eq!(wrong, 0, "outputs that differ, and runs that could not be recorded");
+    assert_eq!(held.first(), held.last(), "allocations and bytes in use of the first round, last");
 }
 
 /// Makes an empty cache. Seeds take the packed formats in turn, then bf16.

@@ -6,8 +6,8 @@ use burn::nn::{EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsN
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fp4::ops::{self, Int8Matrix, KvCache, KvFormat, Positions, RotaryEmbedding};
 use burn_fp4::{
-    Activations, Fp4Config, Fp4Embedding, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme,
-    Method, PackedWeight, ScaleRule,
+    Activations, Fp4Config, Fp4Embedding, Fp4Format, Fp4Linear, Fp4Module, Fp4Scheme, Method,
+    PackedWeight, ScaleRule,
 };
 
 use super::config::LlamaConfig;

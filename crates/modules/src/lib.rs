@@ -319,11 +319,7 @@ pub trait Fp4Module: Module {
     ///
     /// # Errors
     /// [`Fp4Error::Device`] if the device fails.
-    fn fp8_paths(
-        &self,
-        rows: usize,
-        dtype: DType,
-    ) -> Result<BTreeMap<String, Fp8Path>, Fp4Error> {
+    fn fp8_paths(&self, rows: usize, dtype: DType) -> Result<BTreeMap<String, Fp8Path>, Fp4Error> {
         pack::activations::fp8_paths(self, rows, dtype)
     }
 

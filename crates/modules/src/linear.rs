@@ -2,8 +2,8 @@
 
 use burn::module::{LoraAdapter, Module, Param};
 use burn::nn::Linear;
-use burn::tensor::module::linear;
 use burn::tensor::Tensor;
+use burn::tensor::module::linear;
 use burn_fp4_ops::dense_matmul;
 
 use crate::packed_weight::PackedWeight;

@@ -9,6 +9,7 @@
 //! | [`fp8`]        | many tokens on an H100: products in FP8                     |
 //! | [`decoder`]    | a decoder of your own, with a KV cache                      |
 //! | [`cpu_layers`] | layers that multiply by codes on a CPU                      |
+//! | [`cpu_speed`]  | a language model on a CPU, step by step                     |
 //! | [`browser`]    | a page that multiplies through WebGPU                       |
 //! | [`fine_tune`]  | LoRA, quantization-aware training, training in NVFP4        |
 //! | [`faq`]        | GPUs, models, comparisons                                   |
@@ -54,6 +55,10 @@ pub mod decoder {}
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("cpu_layers.md")]
 pub mod cpu_layers {}
+
+#[doc = include_str!("links.txt")]
+#[doc = include_str!("cpu_speed.md")]
+pub mod cpu_speed {}
 
 #[doc = include_str!("links.txt")]
 #[doc = include_str!("browser.md")]

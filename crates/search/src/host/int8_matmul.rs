@@ -13,11 +13,12 @@ use super::int8_instructions::Instructions;
 use super::int8_lanes::{LaneWork, Lanes};
 use super::panels::{self, PANEL};
 use super::scale_grid::scale_values;
-use super::threads::{Work, for_each_chunk, per_microsecond};
+use super::threads::{Work, for_each_chunk, per_microsecond, rows_of_stretch};
 
 const _: () = assert!(LANES == PANEL, "products of both kinds lie in the same order");
 
-/// Number of panels per parallel task. A panel has a packed row in each lane.
+/// Number of panels per parallel task for an input of many rows. A panel has a packed row in each
+/// lane.
 const TASK_PANELS: usize = 2;
 /// Number of rows of the input from which on every weight is decoded into panels.
 const MANY: usize = 16;
@@ -50,8 +51,12 @@ fn multiply(
     let mut products = vec![0.0; outputs.div_ceil(LANES) * panel_len];
     let last_rows = LastRows::new(weight, [outputs, channels], input.len);
     let rows = PackedRows { weight, last_rows: &last_rows, outputs, channels, chunks: input.len };
+    let task_panels = match input.rows {
+        MANY.. => TASK_PANELS,
+        _ => rows_of_stretch(outputs, channels / 2, LANES) / LANES,
+    };
     let multiply = |panel: &mut Panel, task: usize, products: &mut [f32]| {
-        let first = task * TASK_PANELS * LANES;
+        let first = task * task_panels * LANES;
         // A block has two or four lanes: two or four rows of the weight share a vector.
         let done = match (weight.format, weight.block_size) {
             _ if input.rows >= MANY => None,
@@ -71,7 +76,7 @@ fn multiply(
         done.expect("instructions that the processor has");
     };
     let work = Work::new(outputs * channels * input.rows, per_microsecond::PACKED_INT8);
-    for_each_chunk(work, &mut products, TASK_PANELS * panel_len, Panel::default, multiply);
+    for_each_chunk(work, &mut products, task_panels * panel_len, Panel::default, multiply);
     products
 }
 

@@ -13,7 +13,7 @@ use super::int8_input::LANES;
 use super::int8_instructions::Instructions;
 use super::int8_lanes::{LaneWork, Lanes};
 use super::panels::{self, PANEL};
-use super::threads::{Work, for_each_chunk, per_microsecond};
+use super::threads::{Work, for_each_chunk, per_microsecond, rows_of_stretch};
 use crate::activations::Activations;
 use crate::error::SearchError;
 
@@ -127,7 +127,10 @@ pub fn int8_weight_matmul(
         panels = vec![0.0; outputs.next_multiple_of(PANEL) * inputs];
         &mut panels[..]
     };
-    let rows = (TASK_BYTES / channels).max(1).next_multiple_of(PANEL);
+    let rows = match inputs {
+        1 => rows_of_stretch(outputs, channels, PANEL),
+        _ => (TASK_BYTES / channels).max(1).next_multiple_of(PANEL),
+    };
     let multiplications = outputs * channels * inputs;
     match activations {
         Activations::F32 | Activations::Fp8 | Activations::Fp8Rounded => {

@@ -12,7 +12,7 @@ use super::dequantize::PackedView;
 use super::int8_instructions::Instructions;
 use super::int8_matmul::int8_matmul;
 use super::panels::{self, PANEL};
-use super::threads::{Work, for_each_chunk, per_microsecond};
+use super::threads::{Work, for_each_chunk, per_microsecond, rows_of_stretch};
 use crate::activations::Activations;
 use crate::error::SearchError;
 
@@ -32,7 +32,7 @@ const INPUT_ROWS: usize = 64;
 const MAX_LANES: usize = 16;
 /// Number of packed rows decoded side by side if the input is read once.
 const TOGETHER: usize = 2;
-/// Number of packed rows per parallel task.
+/// Number of packed rows per parallel task for an input of many rows.
 const TASK_ROWS: usize = 2 * DECODED;
 
 /// Computes `input x weight^T` for an input `[inputs, channels]` and a packed weight of `outputs`
@@ -86,13 +86,17 @@ fn multiply(
 ) -> Vec<f32> {
     let inputs = input.rows;
     let mut products = vec![0.0; outputs.next_multiple_of(DECODED) * inputs];
+    let task_rows = match inputs {
+        0..=INPUTS => rows_of_stretch(outputs, channels / 2, DECODED),
+        _ => TASK_ROWS,
+    };
     let multiply = |memory: &mut Memory, task: usize, products: &mut [f32]| {
-        let first = task * TASK_ROWS;
+        let first = task * task_rows;
         arch().dispatch(Products { input, weight, outputs, channels, first, memory, products });
     };
     let work = Work::new(outputs * channels * inputs, per_microsecond::PACKED);
     let memory = || Memory::new(input);
-    for_each_chunk(work, &mut products, TASK_ROWS * inputs, memory, multiply);
+    for_each_chunk(work, &mut products, task_rows * inputs, memory, multiply);
     products
 }
 

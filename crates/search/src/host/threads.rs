@@ -91,6 +91,19 @@ pub(super) fn for_each_chunk<T: Send, S>(
     });
 }
 
+/// Number of tasks of a thread, so that one that is late does not keep the others waiting long.
+const TASKS_OF_THREAD: usize = 2;
+/// Most bytes of a weight that a task reads.
+const STRETCH: usize = 1 << 20;
+
+/// Returns the number of rows of a weight per task of a product that reads the weight once, a
+/// multiple of `together`. Memory is read faster in long stretches.
+pub(super) fn rows_of_stretch(rows: usize, row_bytes: usize, together: usize) -> usize {
+    let tasks = TASKS_OF_THREAD * rayon::current_num_threads();
+    let longest = (STRETCH / row_bytes.max(1)).max(1);
+    rows.div_ceil(tasks).clamp(1, longest).next_multiple_of(together)
+}
+
 /// Chunks of values that threads borrow by number.
 struct Chunks<T> {
     start: *mut T,

@@ -112,8 +112,7 @@ impl CapturedGraph {
         let constants = state.constants.clone();
         stream.executes(|| {
             let inputs: Vec<_> = sources.iter().map(copy).collect();
-            let runs =
-                PassRuns { device: &device, inputs: &inputs, pass, constants: &constants };
+            let runs = PassRuns { device: &device, inputs: &inputs, pass, constants: &constants };
             let mut attempts = 0;
             let (graph, result) = loop {
                 attempts += 1;

@@ -98,7 +98,7 @@ pub(crate) fn soak(replays: usize) {
     });
     let wrong = different.into_inner() + failed.into_inner();
     assert_eq!(wrong, 0, "outputs that differ, and runs that could not be recorded");
-    assert_eq!(held.first(), held.last(), "allocations and bytes in use of the first round, last");
+    assert!(held.last() <= held.first(), "memory grew after the first round: {held:?}");
 }
 
 /// Makes an empty cache. Seeds take the packed formats in turn, then bf16.

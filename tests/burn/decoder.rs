@@ -227,6 +227,9 @@ fn halves_are_near_the_results_in_f32() {
         let dense = random::<2>(4, [64, 8], &device).cast(dtype) / 8.0;
         let matrix = Int8Matrix::quantize(random::<2>(5, [8, 64], &device) / 8.0);
         let row = x.clone().narrow(1, 0, 1);
+        let transposed = random::<2>(9, [24, 64], &device).cast(dtype).transpose() / 8.0;
+        let rows_of_table = random::<2>(10, [40, 64], &device).cast(dtype) / 8.0;
+        let tied = rows_of_table.narrow(0, 7, 20).transpose();
         let rotary = RotaryEmbedding::new(&[1.0, 0.1], 4, &device);
         let positions = rotary.at(Tensor::arange(1..4, &device), 4, dtype);
         let [queries, keys, values] = [(6, 4), (7, 2), (8, 2)]
@@ -240,9 +243,12 @@ fn halves_are_near_the_results_in_f32() {
             normalized,
             swiglu(x, y),
             dense_matmul(row.clone(), dense),
+            dense_matmul(row.clone(), transposed),
+            dense_matmul(row.clone(), tied),
             matrix.expect("blocks of 32").product(row),
             output,
         ];
+        assert!(all.iter().all(|one| one.dtype() == dtype));
         all.into_iter().flat_map(floats).collect::<Vec<_>>()
     };
     let expected = compute(DType::F32);

@@ -761,12 +761,17 @@ fn every_layer_of_a_model_multiplies_in_int8() {
     assert!(matches!(error, Fp4Error::NoFp4Layers), "{error}");
     model.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
     let expected = outputs(&model);
+    let lookups = |model: &(Fp4Embedding, _)| {
+        floats(model.0.forward(Tensor::<2, Int>::from_ints([[3, 39]], &device)))
+    };
+    let looked_up = lookups(&model);
     let paths = model.fp8_paths(8, DType::F32).unwrap();
     assert_eq!(paths.keys().collect::<Vec<_>>(), ["0.weight", "1.0.weight"]);
     assert!(paths.values().all(|path| matches!(path, Fp8Path::Inexact { .. })), "{paths:?}");
     assert_eq!(model.set_fp4_activations(Activations::Int8).unwrap(), 2);
     let found = outputs(&model);
     assert_eq!(found[2], expected[2], "Burn's layer dequantizes");
+    assert_eq!(lookups(&model), looked_up);
     let squares = |values: &mut dyn Iterator<Item = f32>| values.map(|x| x * x).sum::<f32>();
     for (found, expected) in found.iter().zip(&expected).take(2) {
         let error = squares(&mut found.iter().zip(expected).map(|(a, b)| a - b));
@@ -781,9 +786,41 @@ fn every_layer_of_a_model_multiplies_in_int8() {
     let mut fresh = model.clone().materialize();
     fresh.load_fp4_record(moved.into_record()).unwrap();
     assert_eq!(outputs(&fresh), expected);
+    // In training and out of it, and FP8 of a tied table too.
+    let back = model.clone().train().valid();
+    assert_eq!(outputs(&back), found);
+    model.set_fp4_activations(Activations::Fp8Rounded).unwrap();
+    let path = Fp8Path::Emulated;
+    assert!(model.fp8_paths(8, DType::F32).unwrap().values().all(|one| *one == path));
+    let rounded = outputs(&model);
+    assert!(rounded[0] != expected[0] && rounded[1] != expected[1]);
+    model.set_fp4_activations(Activations::Int8).unwrap();
+    assert_eq!(outputs(&model), found);
     // A part of it.
     assert_eq!(model.1.set_fp4_activations(Activations::F32).unwrap(), 1);
     assert_eq!(outputs(&model)[..2], [found[0].clone(), expected[1].clone()]);
+}
+
+#[test]
+fn an_adapted_table_follows_activations_once_it_is_merged() {
+    let device = Device::flex();
+    let mut table = seeded(Fp4Embedding::from(EmbeddingConfig::new(40, 64).init(&device)), 5);
+    let x = Tensor::<2>::from_data(TensorData::new(normals(4, 3 * 64), [3, 64]), &device);
+    let config = Fp4Config::nvfp4();
+    table.quantize_fp4(&config).unwrap();
+    let mut in_f32 = table.clone();
+    for table in [&mut table, &mut in_f32] {
+        // The second factor is zeros: the merged weight is the old one.
+        table.lora_fp4(&Lora::new(4, 8.0)).unwrap();
+    }
+    assert_eq!(table.set_fp4_activations(Activations::Int8).unwrap(), 1);
+    assert_eq!(floats(table.project(x.clone())), floats(in_f32.project(x.clone())));
+    for table in [&mut table, &mut in_f32] {
+        table.merge_lora_fp4(&config).unwrap();
+    }
+    assert_ne!(floats(table.project(x.clone())), floats(in_f32.project(x.clone())));
+    in_f32.set_fp4_activations(Activations::Int8).unwrap();
+    assert_eq!(floats(table.project(x.clone())), floats(in_f32.project(x)));
 }
 
 #[test]

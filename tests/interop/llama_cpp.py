@@ -147,7 +147,7 @@ def in_turn(rows, runs):
         for name, speed in rows.items():
             found[name].append(speed())
         print(f"turn {turn + 1} of {runs}", file=sys.stderr)
-    print("| tokens a second | prompt | generated | lowest to highest |\n|---|---|---|---|")
+    print("| tokens a second | prompt | generated | generated, lowest to highest |\n|---|---|---|---|")
     for name, speeds in found.items():
         prompt, generated = ([speed[at] for speed in speeds] for at in (0, 1))
         print(f"| {name} | {statistics.median(prompt):.0f} | {statistics.median(generated):.1f} "

@@ -277,9 +277,10 @@ pub trait Fp4Module: Module {
     /// number of weights that are multiplied so.
     ///
     /// [`Activations::Int8`] is the fastest on hosts, [`Activations::Fp8`] for many rows on Hopper
-    /// ([`fp8_paths`](Self::fp8_paths)); they say by how much outputs change. Call this after
-    /// quantizing or loading, for a module or for some of its layers: records do not hold it, and
-    /// loading one changes it for no weight that is packed already.
+    /// ([`fp8_paths`](Self::fp8_paths)). Their pages say by how much outputs change. Call this for
+    /// a module or for some of its layers, after quantizing or loading: records do not hold it. A
+    /// weight that is packed keeps it when a record is loaded. An embedding with an adapter
+    /// follows it once the adapter is merged.
     ///
     /// ```
     /// use burn::nn::LinearConfig;
@@ -301,9 +302,9 @@ pub trait Fp4Module: Module {
         pack::activations::set(self, activations)
     }
 
-    /// Returns how each product runs that [`set_fp4_activations`](Self::set_fp4_activations) sets,
-    /// with [`Activations::Fp8`], or with [`Activations::Fp8Rounded`] if the weight has these: by
-    /// path of the weight, for an input of some rows and a dtype.
+    /// Returns how products with [`Activations::Fp8`] run, for an input of some rows and a dtype:
+    /// by path of each weight that [`set_fp4_activations`](Self::set_fp4_activations) sets, with
+    /// [`Activations::Fp8Rounded`] for a weight that has these.
     ///
     /// ```
     /// use burn::nn::LinearConfig;

@@ -132,7 +132,7 @@ impl PackedWeight {
         self.along(axis).into()
     }
 
-    /// The matrix or its transpose: that whose blocks run along an axis.
+    /// Returns the matrix, or its transpose, with blocks along an axis.
     fn along(&self, axis: usize) -> Fp4Tensor<2> {
         let tensor = self.tensor::<2>();
         if axis == self.layout.axis { tensor } else { tensor.transpose() }
@@ -231,6 +231,19 @@ impl PackedWeight {
 
     /// Returns how products read their input; see
     /// [`set_fp4_activations`](crate::Fp4Module::set_fp4_activations). Not part of records.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Device;
+    /// use burn_fp4_modules::{Fp4Config, Fp4Linear, Fp4Module, PackedWeight, ops::Activations};
+    ///
+    /// let mut layer = Fp4Linear::from(LinearConfig::new(64, 32).init(&Device::flex()));
+    /// layer.quantize_fp4(&Fp4Config::nvfp4())?;
+    /// layer.set_fp4_activations(Activations::Int8)?;
+    /// let packed = layer.weight.reparameterization::<PackedWeight>().unwrap();
+    /// assert_eq!(packed.activations(), Activations::Int8);
+    /// # Ok::<(), burn_fp4_modules::Fp4Error>(())
+    /// ```
     #[must_use]
     pub fn activations(&self) -> Activations {
         self.activations
@@ -385,7 +398,8 @@ impl Module for PackedWeight {
         let codes = with_dtype(codes, DType::U8);
         let scales = with_dtype(scales, DType::U8);
         let tensor_scale = with_dtype(tensor_scale, DType::I32);
-        let fp8 = Arc::default();
+        // An edit comes with a mapper that leaves the codes as they are.
+        let fp8 = if edit.is_some() { self.fp8 } else { Arc::default() };
         let mapped = Self { codes, scales, tensor_scale, adapter, fp8, ..self };
         match edit {
             Some(edit) => edit(mapped),

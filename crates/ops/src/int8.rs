@@ -37,7 +37,7 @@ pub struct Int8Matrix {
     codes: Tensor<2, Int>,
     /// f32, `[N, K / 32]`.
     scales: Tensor<2>,
-    /// Of these values.
+    /// Identifies the values, for copies that captures read.
     #[module(skip)]
     id: ParamId,
     /// How products read their input on `flex`. Not part of records.

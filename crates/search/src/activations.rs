@@ -1,7 +1,7 @@
 //! [`Activations`]: the input of a product with a packed weight, or with one of signed bytes.
 
-/// Chooses how a product with a packed weight reads its input, and one with signed bytes on `flex`
-/// in f32. Devices without such products read it unrounded.
+/// Chooses how a product with a packed weight reads its input, and one with signed bytes on `flex`.
+/// Devices without such products read it unrounded.
 ///
 /// Elements are multiples of 1/2, so that products of their codes with 8-bit integers are exact.
 /// [`Int8`](Self::Int8) uses the processor's instructions for them. It changes outputs by 0.5 % if

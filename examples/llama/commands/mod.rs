@@ -129,14 +129,14 @@ pub(crate) struct ProductOptions {
     #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
     tied_embedding: TiedEmbedding,
     /// Format of the `lm_head` in products; a dense one takes most of the time of a small model.
-    /// Defaults to int8 for a dense `lm_head` that generates on flex in f32, or at most 8
-    /// sequences on a device with kernels, else to as-loaded. A tied embedding is kept in memory
+    /// Defaults to int8 for a dense `lm_head` that generates on flex, or at most 8 sequences on a
+    /// device with kernels, else to as-loaded. A tied embedding is kept in memory
     /// for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
-    /// Format of the input of products with FP4 weights, except for a tied embedding; int8 also of
-    /// an int8 `lm_head`. Defaults to int8 to generate on flex and ndarray, else to f32, which
-    /// stands for the dtype of the model.
+    /// Format of the input of products with FP4 weights; int8 also of an int8 `lm_head`. Defaults
+    /// to int8 to generate on flex and ndarray, else to f32, which stands for the dtype of the
+    /// model.
     #[arg(long, value_enum)]
     activations: Option<ActivationFormat>,
 }

@@ -40,17 +40,14 @@ pub(crate) fn fp8_paths<M: Module>(
     multiplied(module).into_iter().map(path_of).collect()
 }
 
-/// The packed weights that layers of this crate multiply by, by path.
+/// Returns the packed weights that layers of this crate multiply by, with their paths.
 fn multiplied<M: Module>(module: &M) -> BTreeMap<String, PackedWeight> {
     let mut packed = packed_weights(module);
     let multiplied = |one: Parameter| {
         let weight = packed.remove(&one.path)?;
-        let is_multiplied = match (one.container.as_str(), weight.layout().axis) {
-            ("Fp4Linear", 0) => true,
-            ("Fp4Embedding", 1) => !weight.is_adapted(),
-            _ => false,
-        };
-        is_multiplied.then_some((one.path, weight))
+        let layers = [("Fp4Linear", 0), ("Fp4Embedding", 1)];
+        let axis = weight.layout().axis;
+        layers.contains(&(one.container.as_str(), axis)).then_some((one.path, weight))
     };
     Walk::over(module).parameters.into_iter().filter_map(multiplied).collect()
 }

@@ -16,7 +16,7 @@ pub struct RotaryEmbedding {
     sin: Tensor<2>,
     /// Index of the channel that each channel of a head is paired with, `[head_dim]`.
     partners: Tensor<1, Int>,
-    /// Of these values.
+    /// Identifies the values, for copies that captures read.
     #[module(skip)]
     id: ParamId,
 }

@@ -201,7 +201,8 @@ pub(crate) trait DecoderBackend: Backend {
         epsilon: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// Multiplies few rows `[M, K]` by a weight `[K, N]`, row-major or transposed.
+    /// Multiplies few rows `[M, K]` by a weight `[K, N]`, row-major or transposed, in one dtype: on
+    /// hosts one row, in 16 bits too.
     #[fusion(dtype = input, shape = Shape::new([input[0], weight[1]]))]
     fn decoder_gemv(input: FloatTensor<Self>, weight: FloatTensor<Self>) -> FloatTensor<Self>;
 

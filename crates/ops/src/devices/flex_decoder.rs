@@ -1,8 +1,8 @@
 //! Operations of a decoder on Burn's `flex` device.
 
 use burn::backend::Flex;
-use burn::backend::ops::IntTensorOps;
-use burn::tensor::{DType, Element, Shape, bf16, f16, read_sync};
+use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+use burn::tensor::{DType, Element, FloatDType, Shape, bf16, f16, read_sync};
 use burn_flex::FlexTensor;
 use burn_fp4_search::Activations;
 use burn_fp4_search::host::{
@@ -97,25 +97,18 @@ impl DecoderBackend for Flex {
 }
 
 /// Multiplies one row by a dense weight in either order of memory, with sums in f32.
-fn gemv<T: HostElement + Element + Pod + Sync>(
-    input: FlexTensor,
-    weight: FlexTensor,
-) -> FlexTensor {
-    let ([_, k], [_, n]) = (dims(&input), dims(&weight));
-    let input = contiguous(input);
-    let mut scratch = vec![0.0; k];
-    let input = T::as_f32(input.as_slice::<T>().expect(CHECKED), &mut scratch);
-    let mut sums = vec![0.0; n];
+fn gemv<T: HostElement + Element + Pod>(input: FlexTensor, weight: FlexTensor) -> FlexTensor {
+    let [_, n] = dims(&weight);
+    let input = contiguous(Flex::float_cast(input, FloatDType::F32));
+    let mut sums = zeros(Shape::new([1, n]));
     let transposed = weight.transpose(0, 1);
     let product = if transposed.is_contiguous() && !weight.is_contiguous() {
-        host::gemv_rows(input, transposed.as_slice::<T>().expect(CHECKED), &mut sums)
+        host::gemv_rows(values(&input), floats::<T>(&transposed), sums.storage_mut())
     } else {
-        host::gemv(input, contiguous(weight).as_slice::<T>().expect(CHECKED), &mut sums)
+        host::gemv(values(&input), floats::<T>(&contiguous(weight)), sums.storage_mut())
     };
     product.expect(CHECKED);
-    let mut output = FlexTensor::filled_typed(Shape::new([1, n]), T::dtype(), T::default());
-    T::write(&sums, output.storage_mut());
-    output
+    Flex::float_cast(sums, FloatDType::from(T::dtype()))
 }
 
 /// Attends from new tokens to a cache, which they join. Returns the outputs.
@@ -193,6 +186,10 @@ fn contiguous(values: FlexTensor) -> FlexTensor {
 }
 
 fn values(contiguous: &FlexTensor) -> &[f32] {
+    floats(contiguous)
+}
+
+fn floats<T: Element + Pod>(contiguous: &FlexTensor) -> &[T] {
     contiguous.as_slice().expect(CHECKED)
 }
 

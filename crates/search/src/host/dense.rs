@@ -28,11 +28,10 @@ pub trait HostElement: Copy + Send + Sync + Default + 'static {
     fn to_f32(self) -> f32;
     /// Reads a slice into f32.
     fn read(source: &[Self], target: &mut [f32]);
-    /// Returns a slice as f32: itself, or read into the scratch memory, which is as long.
+    /// Returns a slice of f32 as such; any other type has to be [read](Self::read).
     #[inline(always)]
-    fn as_f32<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
-        Self::read(source, scratch);
-        scratch
+    fn as_f32(_source: &[Self]) -> Option<&[f32]> {
+        None
     }
     /// Writes f32 into a slice.
     fn write(source: &[f32], target: &mut [Self]);
@@ -60,8 +59,8 @@ impl HostElement for f32 {
         target.copy_from_slice(source);
     }
     #[inline(always)]
-    fn as_f32<'a>(source: &'a [Self], _scratch: &'a mut [f32]) -> &'a [f32] {
-        source
+    fn as_f32(source: &[Self]) -> Option<&[f32]> {
+        Some(source)
     }
     #[inline(always)]
     fn write(source: &[f32], target: &mut [Self]) {

@@ -509,8 +509,9 @@ mod tests {
         let blocks = cols / block_size;
         let mut scales: Vec<u8> = (0..rows * blocks).map(scale).collect();
         if let Some(code) = invalid {
-            // Also in the first row of the second task, which rows of the first read.
-            for row in [rows / 2, (TASK_PANELS * LANES).min(rows - 1)] {
+            // Also in the first row of the second panel, which rows of the first read, and which
+            // may begin a task.
+            for row in [rows / 2, LANES.min(rows - 1), (TASK_PANELS * LANES).min(rows - 1)] {
                 scales[row * blocks] = code;
             }
         }

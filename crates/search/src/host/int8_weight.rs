@@ -128,6 +128,7 @@ pub fn int8_weight_matmul(
         &mut panels[..]
     };
     let rows = match inputs {
+        // More rows wait for the memory less.
         1 => rows_of_stretch(outputs, channels, PANEL),
         _ => (TASK_BYTES / channels).max(1).next_multiple_of(PANEL),
     };

@@ -93,7 +93,7 @@ pub(super) fn for_each_chunk<T: Send, S>(
 
 /// Number of tasks of a thread, so that one that is late does not keep the others waiting long.
 const TASKS_OF_THREAD: usize = 2;
-/// Most bytes of a weight that a task reads.
+/// Number of bytes of a weight that a task reads, about, at most.
 const STRETCH: usize = 1 << 20;
 
 /// Returns the number of rows of a weight per task of a product that reads the weight once, a
@@ -382,6 +382,18 @@ mod tests {
                 pass()
             })
         })
+    }
+
+    #[test]
+    fn stretches_are_whole_rows_and_at_most_a_part_of_the_memory() {
+        two_threads().install(|| {
+            assert_eq!(rows_of_stretch(0, 8, 16), 16);
+            assert_eq!(rows_of_stretch(576, 288, 16), 144);
+            assert_eq!(rows_of_stretch(600, 288, 16), 160);
+            assert_eq!(rows_of_stretch(49_152, 576, 16), 1824);
+            assert_eq!(rows_of_stretch(64, 2 * STRETCH, 16), 16);
+            assert_eq!(rows_of_stretch(64, 0, 1), 16);
+        });
     }
 
     #[test]

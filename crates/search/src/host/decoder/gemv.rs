@@ -39,7 +39,7 @@ const ROWS: usize = 4;
 ///
 /// # Errors
 /// A slice of the wrong length.
-pub fn gemv<T: HostElement + Sync>(
+pub fn gemv<T: HostElement>(
     input: &[f32],
     weight: &[T],
     output: &mut [f32],
@@ -51,35 +51,25 @@ pub fn gemv<T: HostElement + Sync>(
     if n > COLUMNS {
         let tasks = n.div_ceil(COLUMNS).next_multiple_of(2);
         let columns = n.div_ceil(tasks).next_multiple_of(16);
-        for_each_chunk(
-            work,
-            output,
-            columns,
-            || (),
-            |(), task, output| {
-                arch().dispatch(Columns { input, weight, n, first: task * columns, output });
-            },
-        );
+        for_each_chunk(work, output, columns, Scratch::default, |scratch, task, output| {
+            let first = task * columns;
+            arch().dispatch(Columns { input, weight, n, first, scratch, output });
+        });
         return Ok(());
     }
     if weight.len() < LEAST {
-        arch().dispatch(Columns { input, weight, n, first: 0, output });
+        let scratch = &mut Scratch::default();
+        arch().dispatch(Columns { input, weight, n, first: 0, scratch, output });
         return Ok(());
     }
     let tasks = weight.len().div_ceil(VALUES).next_multiple_of(2);
     let rows = input.len().div_ceil(tasks).next_multiple_of(ROWS);
     let mut sums = vec![0.0; input.len().div_ceil(rows) * n];
-    for_each_chunk(
-        work,
-        &mut sums,
-        n,
-        || (),
-        |(), task, output| {
-            let input = input.chunks(rows).nth(task).expect("a chunk for each task");
-            let weight = &weight[task * rows * n..];
-            arch().dispatch(Columns { input, weight, n, first: 0, output });
-        },
-    );
+    for_each_chunk(work, &mut sums, n, Scratch::default, |scratch, task, output| {
+        let input = input.chunks(rows).nth(task).expect("a chunk for each task");
+        let weight = &weight[task * rows * n..];
+        arch().dispatch(Columns { input, weight, n, first: 0, scratch, output });
+    });
     let (first, others) = sums.split_at(n);
     output.copy_from_slice(first);
     for sums in others.chunks(n) {
@@ -93,7 +83,7 @@ pub fn gemv<T: HostElement + Sync>(
 ///
 /// # Errors
 /// A slice of the wrong length.
-pub fn gemv_rows<T: HostElement + Sync>(
+pub fn gemv_rows<T: HostElement>(
     input: &[f32],
     weight: &[T],
     output: &mut [f32],
@@ -106,16 +96,10 @@ pub fn gemv_rows<T: HostElement + Sync>(
     }
     let rows = (TASK / k).max(1);
     let work = Work::new(weight.len(), per_microsecond::DENSE);
-    for_each_chunk(
-        work,
-        output,
-        rows,
-        || (),
-        |(), task, output| {
-            let weight = &weight[task * rows * k..][..output.len() * k];
-            arch().dispatch(Rows { input, weight, output });
-        },
-    );
+    for_each_chunk(work, output, rows, Scratch::default, |scratch, task, output| {
+        let weight = &weight[task * rows * k..][..output.len() * k];
+        arch().dispatch(Rows { input, weight, scratch, output });
+    });
     Ok(())
 }
 
@@ -124,6 +108,7 @@ struct Columns<'a, T> {
     weight: &'a [T],
     n: usize,
     first: usize,
+    scratch: &'a mut Scratch,
     output: &'a mut [f32],
 }
 
@@ -132,22 +117,23 @@ impl<T: HostElement> WithSimd for Columns<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { input, weight, n, first, output } = self;
+        let Self { input, weight, n, first, scratch, output } = self;
         let columns = output.len();
         output.fill(0.0);
         let (whole, tail) = input.as_chunks::<ROWS>();
         let row = |at: usize| &weight[at * n + first..][..columns];
         // The processor prefetches along a row, and a task reads only a part of each.
         let distance = ROWS * n * size_of::<T>();
-        let mut scratch = scratch::<T>(columns);
         for (at, inputs) in whole.iter().enumerate() {
-            let rows = in_f32(|index| row(ROWS * at + index), &mut scratch);
+            let rows = scratch.in_f32(|index| row(ROWS * at + index), ROWS);
             let [x, y, z, w] = inputs.map(|input| simd.splat_f32s(input));
             let [a, b, c, d] = rows.map(|row| S::as_simd_f32s(row).0);
             let (sums, sums_tail) = S::as_mut_simd_f32s(output);
             for (at, sum) in sums.iter_mut().enumerate() {
-                for row in [a, b, c, d] {
-                    prefetch(&row[at..], distance);
+                if T::as_f32(&[]).is_some() {
+                    for row in [a, b, c, d] {
+                        prefetch(&row[at..], distance);
+                    }
                 }
                 let first = simd.add_f32s(simd.mul_f32s(x, a[at]), simd.mul_f32s(y, b[at]));
                 let last = simd.add_f32s(simd.mul_f32s(z, c[at]), simd.mul_f32s(w, d[at]));
@@ -160,7 +146,7 @@ impl<T: HostElement> WithSimd for Columns<'_, T> {
             }
         }
         for (at, input) in tail.iter().enumerate() {
-            let row = T::as_f32(row(ROWS * whole.len() + at), &mut scratch[0]);
+            let [row, ..] = scratch.in_f32(|_| row(ROWS * whole.len() + at), 1);
             output.iter_mut().zip(row).for_each(|(sum, weight)| *sum += input * weight);
         }
     }
@@ -169,6 +155,7 @@ impl<T: HostElement> WithSimd for Columns<'_, T> {
 struct Rows<'a, T> {
     input: &'a [f32],
     weight: &'a [T],
+    scratch: &'a mut Scratch,
     output: &'a mut [f32],
 }
 
@@ -177,38 +164,47 @@ impl<T: HostElement> WithSimd for Rows<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { input, weight, output } = self;
+        let Self { input, weight, scratch, output } = self;
         let k = input.len().max(1);
         let distance = prefetch_distance(ROWS * k * size_of::<T>());
-        let mut scratch = scratch::<T>(input.len());
         for (weight, output) in weight.chunks(ROWS * k).zip(output.chunks_mut(ROWS)) {
-            // Rows beyond the last repeat it.
-            let row = |at: usize| &weight[at.min(output.len() - 1) * input.len()..][..input.len()];
-            let rows = in_f32(row, &mut scratch);
-            let dots = dots::<S, ROWS, 2>(simd, input, rows, |next| prefetch(next, distance));
+            let row = |at: usize| &weight[at * input.len()..][..input.len()];
+            let rows = scratch.in_f32(row, output.len());
+            let dots = dots::<S, ROWS, 2>(simd, input, rows, |next| {
+                if T::as_f32(&[]).is_some() {
+                    prefetch(next, distance);
+                }
+            });
             output.copy_from_slice(&dots[..output.len()]);
         }
     }
 }
 
-/// Allocates memory for rows of a type that are read in f32.
-fn scratch<T: HostElement>(len: usize) -> [Vec<f32>; ROWS] {
-    // The fastest type is not read.
-    let is_read = size_of::<T>() < size_of::<f32>();
-    from_fn(|_| vec![0.0; if is_read { len } else { 0 }])
-}
+/// Memory of a thread for rows that are read in f32. Rows of f32 leave it empty.
+#[derive(Default)]
+struct Scratch([Vec<f32>; ROWS]);
 
-/// Returns rows as f32.
-#[inline(always)]
-fn in_f32<'a, T: HostElement>(
-    row: impl Fn(usize) -> &'a [T],
-    scratch: &'a mut [Vec<f32>; ROWS],
-) -> [&'a [f32]; ROWS] {
-    let mut at = 0;
-    scratch.each_mut().map(|scratch| {
-        at += 1;
-        T::as_f32(row(at - 1), scratch)
-    })
+impl Scratch {
+    /// Returns `count` rows in f32. Those beyond the last repeat it.
+    #[inline(always)]
+    fn in_f32<'a, T: HostElement>(
+        &'a mut self,
+        row: impl Fn(usize) -> &'a [T],
+        count: usize,
+    ) -> [&'a [f32]; ROWS] {
+        if T::as_f32(&[]).is_none() {
+            for (at, scratch) in self.0.iter_mut().enumerate().take(count) {
+                let row = row(at);
+                scratch.resize(row.len(), 0.0);
+                T::read(row, scratch);
+            }
+        }
+        let scratch = &self.0;
+        from_fn(|at| {
+            let at = at.min(count - 1);
+            T::as_f32(row(at)).unwrap_or(&scratch[at])
+        })
+    }
 }
 
 #[cfg(test)]
@@ -247,7 +243,7 @@ mod tests {
 
     #[test]
     fn weights_in_16_bits_are_read_in_f32() {
-        fn check<T: HostElement + Sync>() {
+        fn check<T: HostElement>() {
             for (k, n) in [(7, 3), (64, 600), (577, 1100), (64, 2100)] {
                 let input: Vec<_> = (0..k).map(|at| (at * 13 % 101) as f32 / 7.0 - 6.0).collect();
                 let values: Vec<_> = (0..k * n).map(|at| (at * 37 % 255) as f32 / 8.0).collect();

@@ -1,6 +1,5 @@
 //! Runs a pass until its memory is settled, then captures it.
 
-use core::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::backend::{Backend, BackendGraph, Cube, DispatchTensor};
@@ -11,7 +10,7 @@ use burn_fp4_cubecl::cubecl::MemoryScope;
 use super::super::device::{copy, write};
 use super::super::matmul::Notes;
 use super::super::queues;
-use super::constants::Constants;
+use super::constants::{Constants, Run};
 use super::memory::{
     MemoryRange, check_same, fills, memory_range, not_captured, register, resolve_all, specs,
 };
@@ -24,45 +23,6 @@ type Tensors = Vec<DispatchTensor>;
 
 /// Runs before the capture, after the one that compiles and tunes: they take memory as it does.
 const WARM_UPS: usize = 3;
-
-/// A run of a pass.
-#[derive(Clone, Copy, PartialEq)]
-enum Run {
-    /// Compiles and tunes.
-    First,
-    /// Takes memory as the capture does, or is captured.
-    Later,
-}
-
-thread_local! {
-    /// The run of this thread, of a pass that is being captured.
-    static IN_PASS: Cell<Option<Run>> = const { Cell::new(None) };
-}
-
-/// Returns true within a pass that is being captured.
-pub(super) fn in_pass() -> bool {
-    IN_PASS.get().is_some()
-}
-
-/// Returns true within the first run of a pass that is being captured.
-pub(super) fn in_first_run() -> bool {
-    IN_PASS.get() == Some(Run::First)
-}
-
-/// Sets [`IN_PASS`] for as long as it lives, and then restores it.
-struct InPass(Option<Run>);
-
-impl InPass {
-    fn begin(run: Run) -> Self {
-        Self(IN_PASS.replace(Some(run)))
-    }
-}
-
-impl Drop for InPass {
-    fn drop(&mut self) {
-        IN_PASS.set(self.0);
-    }
-}
 
 /// A pass with the buffers of its inputs.
 pub(super) struct PassRuns<'a> {
@@ -201,10 +161,7 @@ impl PassRuns<'_> {
     fn run(&self, state: Vec<CubeTensor>, run: Run) -> Result<RunResult, OpsError> {
         let inputs = register(self.device, self.inputs.to_vec());
         let state = register(self.device, state);
-        let (state, outputs) = {
-            let _in_pass = InPass::begin(run);
-            self.constants.during(|| (self.pass)(state, inputs))
-        };
+        let (state, outputs) = self.constants.during(run, || (self.pass)(state, inputs));
         // Outputs first: one that is also kept as state has two owners then, in every run.
         let outputs = resolve_all(self.device, outputs)?;
         Ok(RunResult { state: resolve_all(self.device, state)?, outputs })

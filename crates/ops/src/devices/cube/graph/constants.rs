@@ -10,7 +10,6 @@ use burn::backend::{DispatchDevice, DispatchTensor, TensorMetadata};
 use burn::module::ParamId;
 
 use super::super::device::copy;
-use super::capture::in_first_run;
 use super::memory::{fused_on, register, resolve};
 
 /// Tensors in memory of a stream, by the modules that have them.
@@ -19,33 +18,57 @@ pub(super) struct Constants {
     copies: Arc<Mutex<HashMap<ParamId, Vec<DispatchTensor>>>>,
 }
 
+/// A run of a pass that is being captured.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Run {
+    /// Compiles and tunes.
+    First,
+    /// Takes memory as the capture does, or is captured.
+    Later,
+}
+
 thread_local! {
-    /// The copies that the pass reads which this thread runs.
-    static CURRENT: RefCell<Option<Constants>> = const { RefCell::new(None) };
+    /// The run of this thread, and the copies that it reads.
+    static CURRENT: RefCell<Option<(Run, Constants)>> = const { RefCell::new(None) };
+}
+
+/// Returns true within a pass that is being captured.
+pub(super) fn in_pass() -> bool {
+    CURRENT.with_borrow(Option::is_some)
 }
 
 impl Constants {
     /// Runs a pass that reads these copies. The runs of a capture are on several threads.
-    pub(super) fn during<R>(&self, pass: impl FnOnce() -> R) -> R {
-        struct Restore(Option<Constants>);
+    pub(super) fn during<R>(&self, run: Run, pass: impl FnOnce() -> R) -> R {
+        struct Restore(Option<(Run, Constants)>);
         impl Drop for Restore {
             fn drop(&mut self) {
                 CURRENT.set(self.0.take());
             }
         }
-        let _restore = Restore(CURRENT.replace(Some(self.clone())));
+        let _restore = Restore(CURRENT.replace(Some((run, self.clone()))));
         pass()
     }
 
     /// Returns the copies of the tensors of a module. Only the first run of a pass makes them: the
     /// device may not wait later.
-    fn of<const N: usize>(&self, id: ParamId, tensors: [DispatchTensor; N]) -> [DispatchTensor; N] {
+    fn of<const N: usize>(
+        &self,
+        run: Run,
+        id: ParamId,
+        tensors: [DispatchTensor; N],
+    ) -> [DispatchTensor; N] {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         match copies.entry(id) {
             Entry::Occupied(known) => core::array::from_fn(|at| known.get()[at].clone()),
-            Entry::Vacant(place) if in_first_run() => {
-                let found = tensors.map(in_this_stream);
-                place.insert(found.to_vec());
+            Entry::Vacant(place) if run == Run::First => {
+                let copied = tensors.each_ref().map(|tensor| in_this_stream(tensor.clone()));
+                let any = copied.iter().any(Option::is_some);
+                let mut copied = copied.into_iter();
+                let found = tensors.map(|tensor| copied.next().flatten().unwrap_or(tensor));
+                if any {
+                    place.insert(found.to_vec());
+                }
                 found
             }
             Entry::Vacant(_) => tensors,
@@ -53,16 +76,13 @@ impl Constants {
     }
 }
 
-/// Returns a tensor in memory of the stream of this thread: itself if it is there already, or
-/// cannot be computed.
-fn in_this_stream(tensor: DispatchTensor) -> DispatchTensor {
-    let DispatchDevice::Cube(device) = tensor.device() else { return tensor };
-    match fused_on(&device, tensor.clone()).and_then(resolve) {
-        Ok(source) if source.handle.stream != StreamId::current() => {
-            register(&device, vec![copy(&source)]).pop().unwrap_or(tensor)
-        }
-        _ => tensor,
-    }
+/// Copies a tensor to memory of the stream of this thread. Returns none if it is there already, or
+/// cannot be captured.
+fn in_this_stream(tensor: DispatchTensor) -> Option<DispatchTensor> {
+    let DispatchDevice::Cube(device) = tensor.device() else { return None };
+    let source = fused_on(&device, tensor).and_then(resolve).ok()?;
+    let is_own = source.handle.stream == StreamId::current();
+    if is_own { None } else { register(&device, vec![copy(&source)]).pop() }
 }
 
 /// Returns plain tensors of a module in memory that a capture may read: copies, in a pass that is
@@ -74,7 +94,7 @@ pub(crate) fn readable<const N: usize>(
     tensors: [DispatchTensor; N],
 ) -> [DispatchTensor; N] {
     match CURRENT.with_borrow(Clone::clone) {
-        Some(constants) => constants.of(id, tensors),
+        Some((run, constants)) => constants.of(run, id, tensors),
         None => tensors,
     }
 }

@@ -15,7 +15,8 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 
 use super::super::device::{copy, write};
 use super::super::queues;
-use super::capture::{Pass, PassRuns, Uncaptured, in_pass};
+use super::capture::{Pass, PassRuns, Uncaptured};
+use super::constants::in_pass;
 use super::memory::{
     check_same, dispatch_tensor, fused_on, not_captured, resolve_all, specs, to_this_stream,
 };

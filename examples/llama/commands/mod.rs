@@ -145,7 +145,7 @@ pub(crate) struct ProductOptions {
 #[serde(rename_all = "kebab-case")]
 enum ActivationFormat {
     F32,
-    /// On flex and ndarray.
+    /// On a CPU.
     Int8,
     /// On an H100 or H200, of more than 128 tokens at once, and emulated on flex and ndarray; for
     /// weights that FP8 holds, as those of MXFP4.

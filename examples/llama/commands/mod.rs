@@ -129,14 +129,12 @@ pub(crate) struct ProductOptions {
     #[arg(long, value_enum, default_value_t = TiedEmbedding::AsLoaded)]
     tied_embedding: TiedEmbedding,
     /// Format of the `lm_head` in products; a dense one takes most of the time of a small model.
-    /// Defaults to int8 for a dense `lm_head` that generates on flex, or at most 8 sequences on a
-    /// device with kernels, else to as-loaded. A tied embedding is kept in memory
-    /// for lookups, too.
+    /// Defaults to int8 for a dense `lm_head` that generates on a CPU, or at most 8 sequences on a
+    /// device with kernels, else to as-loaded. A tied embedding is kept in memory for lookups, too.
     #[arg(long, value_enum)]
     lm_head: Option<LmHead>,
     /// Format of the input of products with FP4 weights; int8 also of an int8 `lm_head`. Defaults
-    /// to int8 to generate on flex and ndarray, else to f32, which stands for the dtype of the
-    /// model.
+    /// to int8 to generate on a CPU, else to f32, which stands for the dtype of the model.
     #[arg(long, value_enum)]
     activations: Option<ActivationFormat>,
 }
@@ -147,8 +145,8 @@ enum ActivationFormat {
     F32,
     /// On a CPU.
     Int8,
-    /// On an H100 or H200, of more than 128 tokens at once, and emulated on flex and ndarray; for
-    /// weights that FP8 holds, as those of MXFP4.
+    /// On an H100 or H200, of more than 128 tokens at once, and emulated on a CPU; for weights
+    /// that FP8 holds, as those of MXFP4.
     Fp8,
     /// As fp8, after other weights are rounded, as those of NVFP4.
     Fp8Rounded,

@@ -7,6 +7,7 @@ use burn::module::Module;
 use burn::tensor::DType;
 use burn_fp4_ops::{Activations, Fp8Path};
 
+use crate::config::Fp4Config;
 use crate::error::Fp4Error;
 use crate::pack::packed_parameter::{edit_packed, packed_weights};
 use crate::packed_weight::{Edit, PackedWeight};
@@ -45,9 +46,9 @@ fn multiplied<M: Module>(module: &M) -> BTreeMap<String, PackedWeight> {
     let mut packed = packed_weights(module);
     let multiplied = |one: Parameter| {
         let weight = packed.remove(&one.path)?;
-        let layers = [("Fp4Linear", 0), ("Fp4Embedding", 1)];
-        let axis = weight.layout().axis;
-        layers.contains(&(one.container.as_str(), axis)).then_some((one.path, weight))
+        let follows = ["Fp4Linear", "Fp4Embedding"].contains(&one.container.as_str());
+        let axis = Fp4Config::axis_of_container(&one.container);
+        (follows && axis == Some(weight.layout().axis)).then_some((one.path, weight))
     };
     Walk::over(module).parameters.into_iter().filter_map(multiplied).collect()
 }

@@ -47,9 +47,7 @@ pub(crate) fn decoder_code<const N: usize>(
         DispatchDevice::Flex(_) if dtypes == [DType::F32; N] => Some(DecoderCode::Host),
         #[cfg(feature = "cube")]
         DispatchDevice::Cube(device) => {
-            let one = dtypes.iter().all(|dtype| *dtype == dtypes[0]);
-            let float = [DType::F32, DType::F16, DType::BF16].contains(&dtypes[0]);
-            let kernels = one && float && {
+            let kernels = is_one_float(dtypes) && {
                 has_kernels(device)
                     || decoder_capability(device, &device.client(), dtypes[0]).is_some()
             };
@@ -61,6 +59,12 @@ pub(crate) fn decoder_code<const N: usize>(
             None
         }
     }
+}
+
+/// Returns true if these are one float dtype that engines read.
+#[cfg(any(feature = "flex", feature = "cube"))]
+fn is_one_float<const N: usize>(dtypes: [DType; N]) -> bool {
+    matches!(dtypes[0], DType::F32 | DType::F16 | DType::BF16) && dtypes == [dtypes[0]; N]
 }
 
 /// Returns true if the GEMVs of a device with kernels read memory in order: its planes have one
@@ -123,8 +127,7 @@ pub(crate) fn normalizes<const N: usize>(device: &Device, dtypes: [DType; N], le
 pub(crate) fn multiplies_rows(device: &Device, dtypes: [DType; 2], rows: usize) -> bool {
     #[cfg(feature = "flex")]
     if matches!(device.as_dispatch(), DispatchDevice::Flex(_)) {
-        let float = [DType::F32, DType::F16, DType::BF16].contains(&dtypes[0]);
-        return rows == 1 && float && dtypes[0] == dtypes[1];
+        return rows == 1 && is_one_float(dtypes);
     }
     match decoder_code(device, dtypes) {
         #[cfg(feature = "cube")]

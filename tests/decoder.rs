@@ -10,7 +10,7 @@ use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
     AttentionHandles, Capability, Dtype as KernelDtype, PackedKv, Portable, Refusal, WgmmaSupport,
     argmax, attend, attention_weights, check_flash_attention, cubecl, dense_gemv, dequantize_heads,
-    flash_attention, int8_gemv, rms_norm, rotate_into_cache, sample,
+    flash_attention, int8_gemv, rms_norm, rotate_into_cache, sample, swiglu,
 };
 use burn_fp4_search::Hadamard;
 use burn_fp4_search::host::{self, SampleOptions, quantize_int8};
@@ -75,6 +75,40 @@ fn assert_rounded(what: &str, found: &[f32], expected: &[f64], dtype: KernelDtyp
     for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
         let far = (f64::from(found) - expected).abs();
         assert!(far <= tolerance * expected.abs().max(1.0), "{what} {at}: {found} {expected}");
+    }
+}
+
+#[test]
+fn swiglu_is_that_of_exact_values() {
+    for device in Device::all() {
+        let Device { client, capability } = &device;
+        let mut random = Random::new(43);
+        for len in [1, 6, 513, 4096] {
+            for dtype in DTYPES {
+                let dtype = kernel_dtype(device.dtype(dtype));
+                let what = format!("{len} {dtype:?}");
+                let mut values = |size: f32| {
+                    let values = (0..len).map(|_| size * random.normal()).collect();
+                    upload_rounded(client, values, dtype)
+                };
+                let (mut gate, up) = (values(20.0), values(1.0));
+                if len > 2 {
+                    // The exponential of the first one leaves f32.
+                    let mut gates = gate.0.clone();
+                    gates[..3].copy_from_slice(&[-200.0, 200.0, 0.0]);
+                    gate = upload_rounded(client, gates, dtype);
+                }
+                let found = swiglu(client, capability, gate.1, up.1.clone(), len, dtype);
+                let found = floats(client, found.expect("memory of the length"), dtype);
+                let exact = gate.0.iter().zip(&up.0).map(|(&gate, &up)| {
+                    let gate = f64::from(gate);
+                    gate / (1.0 + (-gate).exp()) * f64::from(up)
+                });
+                assert_rounded(&what, &found, &exact.collect::<Vec<_>>(), dtype);
+                let short = swiglu(client, capability, up.1.clone(), up.1, len + 64, dtype);
+                assert!(matches!(short, Err(Refusal::Memory { .. })), "{what}: {short:?}");
+            }
+        }
     }
 }
 

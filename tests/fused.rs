@@ -13,7 +13,8 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{DType, Device, Int, IntDType, Tensor, TensorData, read_sync};
 use burn_cubecl::CubeBackend;
 use burn_fp4::ops::{
-    Fp4Backend, Fp4Primitive, FusedProducts, MatmulPath, fused_products, matmul_path,
+    Fp4Backend, Fp4Primitive, FusedProducts, MatmulPath, add_rms_norm, fused_products, matmul_path,
+    rms_norm, swiglu,
 };
 use burn_fp4::{
     Blocks, Fp4Config, Fp4Linear, Fp4Module, Fp4Scheme, Fp4Tensor, Hadamard, Method, PackedWeight,
@@ -45,7 +46,7 @@ fn cube_devices() -> Vec<(&'static str, Device, Vec<DType>)> {
     devices.map(with_halves).collect()
 }
 
-/// Counts the fused products of a closure, and not their groups.
+/// Counts the fused products of a closure, and not their groups or what joins these.
 fn counted<R>(run: impl FnOnce() -> R) -> (R, FusedProducts) {
     let before = fused_products();
     let result = run();
@@ -53,6 +54,7 @@ fn counted<R>(run: impl FnOnce() -> R) -> (R, FusedProducts) {
     let counted = FusedProducts {
         fused: after.fused - before.fused,
         groups: 0,
+        joined: 0,
         lookups: after.lookups - before.lookups,
         dense: after.dense - before.dense,
     };
@@ -60,16 +62,16 @@ fn counted<R>(run: impl FnOnce() -> R) -> (R, FusedProducts) {
 }
 
 const fn fused(fused: u64) -> FusedProducts {
-    FusedProducts { fused, groups: 0, lookups: 0, dense: 0 }
+    FusedProducts { fused, groups: 0, joined: 0, lookups: 0, dense: 0 }
 }
 
 const fn looked_up(lookups: u64) -> FusedProducts {
-    FusedProducts { fused: 0, groups: 0, lookups, dense: 0 }
+    FusedProducts { fused: 0, groups: 0, joined: 0, lookups, dense: 0 }
 }
 
 /// Counts products that are recognized, but run dense.
 const fn dequantized(dense: u64) -> FusedProducts {
-    FusedProducts { fused: 0, groups: 0, lookups: 0, dense }
+    FusedProducts { fused: 0, groups: 0, joined: 0, lookups: 0, dense }
 }
 
 fn cast<M: Module>(module: M, dtype: DType) -> M {
@@ -289,6 +291,142 @@ fn families_are_fused() {
             assert_product(&what(0), &layers[0], &x, first);
             assert_product(&what(1), &layers[1], &hidden, last);
             assert_product("square", &square, &y, floats(hidden));
+        }
+    }
+}
+
+/// Layers between a norm and SwiGLU, as in the MLP of a decoder.
+struct Mlp {
+    gamma: Tensor<1>,
+    gate: Linear,
+    up: Linear,
+}
+
+impl Mlp {
+    fn new(inputs: usize, outputs: usize, bias: bool, dtype: DType, device: &Device) -> Self {
+        let layer = |seed: u64| {
+            let config = LinearConfig::new(inputs, outputs).with_bias(bias);
+            let mut layer = cast(seeded(config.init(device), seed), dtype);
+            layer.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+            // The first use of a weight makes a stand-in for it, which is in no family.
+            floats(layer.weight.val());
+            layer
+        };
+        let gamma = random(31, [1, inputs], device).reshape([inputs]).cast(dtype);
+        Self { gamma, gate: layer(32), up: layer(33) }
+    }
+
+    /// Computes SwiGLU of both layers' outputs for an input that is normalized already.
+    fn expected(&self, normed: &Tensor<3>) -> Vec<f64> {
+        let [gate, up] = [&self.gate, &self.up].map(|layer| expected(layer, normed).0);
+        gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect()
+    }
+
+    fn assert_near(&self, what: &str, normed: &Tensor<3>, found: &[f32]) {
+        let step = if normed.dtype() == DType::BF16 { 0.02 } else { 0.003 };
+        for (at, (&found, expected)) in found.iter().zip(self.expected(normed)).enumerate() {
+            let far = (f64::from(found) - expected).abs();
+            assert!(far <= step * (1.0 + expected.abs()), "{what}, {at}: {found}, not {expected}");
+        }
+    }
+}
+
+/// A norm of one row and SwiGLU run in the launch of the products between them, if nothing else
+/// reads what they read.
+#[test]
+fn norms_and_swiglu_join_families() {
+    let _alone = alone();
+    for (name, device, dtypes) in cube_devices() {
+        for (&dtype, bias) in dtypes.iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+            let mlp = Mlp::new(512, 64, bias, dtype, &device);
+            let joins = name == "cuda" && dtype != DType::F32;
+            let square = cast(seeded(LinearConfig::new(512, 512).init(&device), 34), dtype);
+            // Elsewhere 40 rows are multiplied dense.
+            for rows in [1, 3, 40].into_iter().filter(|&rows| joins || rows < 40) {
+                let what = format!("{name} {dtype:?} bias {bias} rows {rows}");
+                let values = |seed| random(seed, [1, rows, 512], &device).cast(dtype);
+                let (hidden, update) = (values(35), values(36));
+                let gamma = || mlp.gamma.clone();
+                let norm = || add_rms_norm(hidden.clone(), update.clone(), gamma(), 1e-5);
+                let [sums, normed] = norm().map(|values| {
+                    floats(values.clone());
+                    values
+                });
+                // A product before the norm: what it waits for runs, and the norm waits.
+                let mut before = square.clone();
+                before.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+                floats(before.weight.val());
+                let joined = |run: &dyn Fn() -> Vec<Vec<f32>>| {
+                    let before = fused_products().joined;
+                    let (found, counts) = counted(run);
+                    (found, counts.fused, fused_products().joined - before)
+                };
+                let of_row = u64::from(joins && rows == 1);
+                let of_few = u64::from(joins && rows <= 16);
+
+                let (found, products, joins) = joined(&|| {
+                    let _ = before.forward(hidden.clone());
+                    let [sums, normed] = norm();
+                    let (gate, up) = (mlp.gate.forward(normed.clone()), mlp.up.forward(normed));
+                    [sums, swiglu(gate, up)].map(floats).into()
+                });
+                assert_eq!((products, joins), (3, of_row + of_few), "{what}");
+                assert_eq!(found[0], floats(sums.clone()), "{what}");
+                mlp.assert_near(&what, &normed, &found[1]);
+
+                // Without an update, and the other way around.
+                let plain = rms_norm(hidden.clone(), gamma(), 1e-5);
+                floats(plain.clone());
+                let (found, products, joins) = joined(&|| {
+                    let _ = before.forward(hidden.clone());
+                    let normed = rms_norm(hidden.clone(), gamma(), 1e-5);
+                    let (up, gate) = (mlp.up.forward(normed.clone()), mlp.gate.forward(normed));
+                    vec![floats(swiglu(gate, up))]
+                });
+                assert_eq!((products, joins), (3, of_row + of_few), "{what}");
+                mlp.assert_near(&what, &plain, &found[0]);
+
+                // What else is read: the normalized values, or the gate.
+                let (found, products, joins) = joined(&|| {
+                    let _ = before.forward(hidden.clone());
+                    let [_, normed] = norm();
+                    let (gate, up) =
+                        (mlp.gate.forward(normed.clone()), mlp.up.forward(normed.clone()));
+                    [swiglu(gate, up), normed].map(floats).into()
+                });
+                assert_eq!((products, joins), (3, of_few), "{what}");
+                assert_eq!(found[1], floats(normed.clone()), "{what}");
+                mlp.assert_near(&what, &normed, &found[0]);
+                let (found, products, joins) = joined(&|| {
+                    let _ = before.forward(hidden.clone());
+                    let [_, normed] = norm();
+                    let (gate, up) = (mlp.gate.forward(normed.clone()), mlp.up.forward(normed));
+                    [swiglu(gate.clone(), up), gate].map(floats).into()
+                });
+                assert_eq!((products, joins), (3, of_row), "{what}");
+                assert_product(&what, &mlp.gate, &normed, found[1].clone());
+                mlp.assert_near(&what, &normed, &found[0]);
+
+                // A layer alone after the norm, and a norm that no product follows.
+                let (found, products, joins) = joined(&|| {
+                    let _ = before.forward(hidden.clone());
+                    let [sums, normed] = norm();
+                    let gate = mlp.gate.forward(normed);
+                    [sums, gate].map(floats).into()
+                });
+                assert_eq!((products, joins), (2, of_row), "{what}");
+                assert_eq!(found[0], floats(sums.clone()), "{what}");
+                assert_product(&what, &mlp.gate, &normed, found[1].clone());
+                let (found, products, joins) = joined(&|| {
+                    let _ = before.forward(hidden.clone());
+                    let [sums, normed] = norm();
+                    let doubled = normed.clone() * 2.0;
+                    [sums, normed, doubled].map(floats).into()
+                });
+                assert_eq!((products, joins), (1, 0), "{what}");
+                assert_eq!(found[1], floats(normed.clone()), "{what}");
+                assert!(found[2].iter().zip(&found[1]).all(|(two, one)| *two == 2.0 * one));
+            }
         }
     }
 }
@@ -646,7 +784,7 @@ fn an_output_head_tied_to_an_embedding_is_fused() {
                 floats(hidden.matmul(head))
             };
             let (found, in_codes) = counted(|| run(&table));
-            let both = FusedProducts { fused: 1, groups: 0, lookups: 1, dense: 0 };
+            let both = FusedProducts { fused: 1, groups: 0, joined: 0, lookups: 1, dense: 0 };
             assert_eq!(in_codes, both, "{name} {dtype:?}");
             let rounding = if dtype == DType::BF16 { 3e-2 } else { 4e-3 };
             for (found, expected) in found.iter().zip(run(&whole)) {

@@ -7,10 +7,10 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan,
+    Activations, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan, NormOperands,
     PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
     cubecl, dequantize, fake_quantize, fp8_rows, hadamard, hessian_factor, quantize,
-    quantize_by_hessian, quantize_gptq, quantize_weighted, squared_error,
+    quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm, squared_error, swiglu,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, View};
@@ -208,12 +208,92 @@ impl Device {
             let (weight, input) = (packed.dequantize(), input.to_f32());
             exact.push(exact_products(&weight, &input, added.as_deref(), k));
         }
-        let outputs = family.run(&self.client, weights, upload(&self.client, &input), None);
-        for (output, (exact, matmul)) in
-            outputs.expect("memory of these lengths").into_iter().zip(exact.iter().zip(&matmuls))
-        {
+        let found = family.run(&self.client, weights, upload(&self.client, &input), None, None);
+        let outputs = found.expect("memory of these lengths").outputs;
+        for (output, (exact, matmul)) in outputs.into_iter().zip(exact.iter().zip(&matmuls)) {
             let found = floats(&self.client, output, kernel_dtype(dtype));
             assert_products(&format!("{matmul:?} of {lengths:?}"), &found, exact, dtype);
+        }
+        true
+    }
+
+    /// Compares a family that computes the norm of its input, and SwiGLU if it has two weights of
+    /// one length, with launches of their own, bit for bit. Returns true if the device takes it.
+    fn check_joined(
+        &self,
+        m: usize,
+        lengths: &[usize],
+        k: usize,
+        scheme: Fp4Scheme,
+        dtype: Dtype,
+        bias: bool,
+    ) -> bool {
+        let Self { client, capability } = self;
+        let values = |rows, cols, seed| {
+            let dense = Dense::new(rows, cols, &Kind::Outliers.values(rows * cols, seed), dtype);
+            (upload(client, &dense), dense)
+        };
+        let (format, block_size) = (scheme.format(), scheme.block_size);
+        let of = |&n: &usize| Matmul { m, n, k, format, block_size, dtype: kernel_dtype(dtype) };
+        let matmuls: Vec<_> = lengths.iter().map(of).collect();
+        let Some(family) = Matmul::family(&matmuls, capability) else { return false };
+        let weights: Vec<_> = (3..)
+            .step_by(2)
+            .zip(lengths)
+            .map(|(seed, &n)| {
+                let packed = oracle(&values(n, k, seed).1.to_f32(), n, k, &scheme).expect("valid");
+                (upload_packed(client, &packed), bias.then(|| values(1, n, seed + 1).0))
+            })
+            .collect();
+        let bits = |handle| floats(client, handle, kernel_dtype(dtype));
+        let [hidden, update] = [1, 2].map(|seed| values(m, k, seed).0);
+        let weight = values(1, k, 12).0;
+        for (adds, swiglu_joins) in
+            [false, true].into_iter().flat_map(|adds| [(adds, false), (adds, true)])
+        {
+            let what = format!("{m} x {k} x {lengths:?} {dtype:?} adds {adds} {swiglu_joins}");
+            let joined = if swiglu_joins { family.with_swiglu() } else { Some(family.clone()) };
+            let Some(joined) = joined else { continue };
+            let update = adds.then(|| update.clone());
+            let normalized = rms_norm(
+                client,
+                capability,
+                hidden.clone(),
+                update.clone(),
+                weight.clone(),
+                [m, k],
+                kernel_dtype(dtype),
+                1e-5,
+            )
+            .expect("memory of the shape");
+            let input = normalized.normalized;
+            let apart = family.run(client, weights.clone(), input.clone(), None, None);
+            let mut apart = apart.expect("memory of these lengths").outputs;
+            if swiglu_joins {
+                let (len, dtype) = (m * lengths[0], kernel_dtype(dtype));
+                let [gate, up] = [0, 1].map(|at| apart[at].clone());
+                apart = vec![swiglu(client, capability, gate, up, len, dtype).expect("a plan")];
+            }
+            let (joined, input, norm) = match joined.with_norm(adds) {
+                Some(joined) => {
+                    let weight = weight.clone();
+                    let norm = NormOperands { update, weight, epsilon: 1e-5 };
+                    (joined, hidden.clone(), Some(norm))
+                }
+                None => (joined, input, None),
+            };
+            let normalizes = norm.is_some();
+            assert_eq!(normalizes, m == 1 && k <= 8192, "{what}");
+            let found = joined.run(client, weights.clone(), input, norm, None);
+            let found = found.expect("memory of these lengths");
+            assert_eq!(found.sums.is_some(), adds && normalizes, "{what}");
+            if let Some(sums) = found.sums {
+                assert_bits(&what, &bits(sums), &bits(normalized.sums.expect("an update")));
+            }
+            assert_eq!(found.outputs.len(), apart.len(), "{what}");
+            for (found, apart) in found.outputs.into_iter().zip(apart) {
+                assert_bits(&what, &bits(found), &bits(apart));
+            }
         }
         true
     }
@@ -612,6 +692,32 @@ fn products_of_a_family_are_those_of_each_weight() {
         for dtype in [Dtype::F16, Dtype::Bf16] {
             let taken = device.check_family(m, lengths, k, scheme, dtype, bias);
             // f16 has no room for the block scales of MXFP4.
+            let takes = dtype == Dtype::Bf16 || scheme.format() == Fp4Format::NvFp4;
+            assert_eq!(taken, device.capability.mma && takes, "{m} x {k} x {lengths:?} {dtype:?}");
+        }
+    }
+}
+
+/// Only devices with matrix instructions of a plane take families.
+#[test]
+fn norms_and_swiglu_in_a_family_are_those_of_their_own_launches() {
+    let device = Device::new();
+    let by_row = Fp4Scheme::nvfp4().with_tensor_scale(TensorScaling::Row);
+    for (m, lengths, k, scheme, bias) in [
+        (1, &[16][..], 256, Fp4Scheme::nvfp4(), false),
+        (1, &[4096, 1024, 1024], 512, Fp4Scheme::nvfp4(), true),
+        (1, &[7000, 2000], 4096, Fp4Scheme::nvfp4(), false),
+        (1, &[40, 40], 1280, Fp4Scheme::mxfp4(), true),
+        (1, &[5000, 5000], 2048, Fp4Scheme::nvfp4(), false),
+        (1, &[3, 3], 768, by_row, true),
+        (1, &[4096, 1024, 1024], 4096, Fp4Scheme::nvfp4(), false),
+        (1, &[300], 8448, Fp4Scheme::nvfp4(), false),
+        (3, &[500, 500], 512, Fp4Scheme::nvfp4(), true),
+        (8, &[33, 33], 768, by_row, true),
+        (16, &[2000, 2000], 512, Fp4Scheme::mxfp4(), false),
+    ] {
+        for dtype in [Dtype::F16, Dtype::Bf16] {
+            let taken = device.check_joined(m, lengths, k, scheme, dtype, bias);
             let takes = dtype == Dtype::Bf16 || scheme.format() == Fp4Format::NvFp4;
             assert_eq!(taken, device.capability.mma && takes, "{m} x {k} x {lengths:?} {dtype:?}");
         }

@@ -462,7 +462,6 @@ impl<L: Projection> Mlp<L> {
     }
 
     fn forward(&self, input: Tensor<3>, on_host: bool) -> Tensor<3> {
-        // The gate comes last: on a GPU the SwiGLU then follows it directly and is one kernel.
         let of_up = input.clone();
         let up = || self.up_proj.project(of_up);
         let (up, gate) = both(on_host, up, || self.gate_proj.project(input));

@@ -104,7 +104,7 @@ pub use cubecl;
 pub use decoder::{
     AttentionHandles, MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, Normalized, PackedKv, argmax,
     attend, attention_weights, check_attention, check_flash_attention, check_prefill, dense_gemv,
-    dequantize_heads, flash_attention, int8_gemv, rms_norm, rotate_into_cache, sample,
+    dequantize_heads, flash_attention, int8_gemv, rms_norm, rotate_into_cache, sample, swiglu,
 };
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;
@@ -112,7 +112,9 @@ pub use gather::gather_rows;
 pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
-pub use matmul::{FamilyPlan, Fp8Plan, Matmul, MatmulPlan, Prefetch, fp8_rows};
+pub use matmul::{
+    FamilyOutputs, FamilyPlan, Fp8Plan, Matmul, MatmulPlan, NormOperands, Prefetch, fp8_rows,
+};
 pub use memory::PackedHandles;
 pub use plan::{
     Capability, Conversion, Decoding, Dtype, Launch, Operation, Portable, Problem, Refusal,

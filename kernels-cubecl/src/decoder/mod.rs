@@ -11,6 +11,7 @@
 //! | `int8_gemv.rs` | [`int8_gemv`]: few rows times an output layer of signed bytes            |
 //! | `argmax.rs`    | [`argmax`]: index of the largest logit                                   |
 //! | `sample.rs`    | [`sample`]: draws tokens from logits                                     |
+//! | `swiglu.rs`    | [`swiglu`]: the gate of an MLP                                           |
 //! | `head.rs`      | heads of queries, keys and values, and RoPE                              |
 //! | `row.rs`       | a row that the units of a cube divide                                    |
 
@@ -21,10 +22,11 @@ mod flash;
 mod head;
 mod int8_gemv;
 mod kv_cache;
-mod norm;
+pub(crate) mod norm;
 mod prefill;
 pub(crate) mod row;
 mod sample;
+pub(crate) mod swiglu;
 
 pub use argmax::argmax;
 pub use attention::{AttentionHandles, attend, check_attention};
@@ -35,3 +37,4 @@ pub use kv_cache::{PackedKv, dequantize_heads};
 pub use norm::{Normalized, rms_norm};
 pub use prefill::{attention_weights, check_prefill, rotate_into_cache};
 pub use sample::sample;
+pub use swiglu::swiglu;

@@ -221,7 +221,7 @@ fn norm_kernel<F: Float, N: Size>(
 
 /// Adds two vectors, rounded to their dtype.
 #[cube]
-fn sum_of<F: Float, N: Size>(
+pub(crate) fn sum_of<F: Float, N: Size>(
     values: Vector<F, N>,
     update: Vector<F, N>,
     #[comptime] vector: u32,
@@ -238,7 +238,7 @@ fn sum_of<F: Float, N: Size>(
 
 /// Adds the squares of a vector to a sum, one after the other.
 #[cube]
-fn add_squares<F: Float, N: Size>(
+pub(crate) fn add_squares<F: Float, N: Size>(
     squares: f32,
     values: Vector<F, N>,
     #[comptime] vector: u32,
@@ -254,7 +254,7 @@ fn add_squares<F: Float, N: Size>(
 
 /// Multiplies a vector by a factor, then by weights, rounded once.
 #[cube]
-fn scaled<F: Float, N: Size>(
+pub(crate) fn scaled<F: Float, N: Size>(
     values: Vector<F, N>,
     weights: Vector<F, N>,
     factor: f32,

@@ -6,8 +6,9 @@ use cubecl::server::Handle;
 use half::{bf16, f16};
 
 use super::operands::{MatmulBlueprint, MemberHandles, OperandHandles};
-use super::plan::{Fp8Plan, Kernel, Matmul, MatmulPlan, SmallM};
+use super::plan::{Fp8Plan, Kernel, Matmul, MatmulPlan, NormPlan, SmallM};
 use super::prefetch::Prefetch;
+use super::small_m_input::NormOperands;
 use super::{
     fp8_input, gemv, mma, portable_cmma, portable_gemm, portable_gemv, small_m, wgmma, wgmma_fp8,
 };
@@ -96,7 +97,7 @@ impl MatmulPlan {
                 launch(client, handles, made, matmul, blueprint, plan);
             }
             Kernel::SmallM(plan) => {
-                launch_small_m(client, handles, made, matmul, Vec::new(), blueprint, plan);
+                launch_small_m(client, handles, made, matmul, Vec::new(), None, blueprint, plan);
             }
             Kernel::Wgmma(plan) => {
                 let launch = match (device.wgmma, dtype == Dtype::Bf16) {
@@ -196,12 +197,14 @@ impl Matmul {
 }
 
 /// Launches `small_m.rs` for a dtype, which is never f32.
+#[allow(clippy::too_many_arguments)]
 fn launch_small_m(
     client: &Client,
     handles: OperandHandles,
     output: Handle,
     matmul: &Matmul,
     family: Vec<MemberHandles>,
+    norm: Option<(NormOperands, Handle)>,
     blueprint: MatmulBlueprint,
     plan: SmallM,
 ) {
@@ -211,10 +214,12 @@ fn launch_small_m(
         (false, 16) => small_m::launch::<f16, u32>,
         (false, _) => small_m::launch::<f16, u16>,
     };
-    launch(client, handles, output, matmul, family, blueprint, plan);
+    launch(client, handles, output, matmul, family, norm, blueprint, plan);
 }
 
-/// Matmuls of one input with several weights in one launch; see [`Matmul::family`].
+/// Matmuls of one input with some weights in one launch, also with what comes before and after them
+/// in a decoder: see [`Matmul::family`], [`with_norm`](Self::with_norm) and
+/// [`with_swiglu`](Self::with_swiglu).
 ///
 /// ```
 /// use burn_fp4_cubecl::{Capability, Dtype, Matmul};
@@ -231,7 +236,11 @@ fn launch_small_m(
 /// let key = Matmul { n: 1024, ..query };
 /// let family = Matmul::family(&[query, key, key], &gpu).expect("few rows");
 /// assert_eq!(*family.first(), query);
-/// assert_eq!(Matmul::family(&[query], &gpu), None); // one matmul is not a family
+/// assert!(family.with_norm(true).is_some());
+/// assert!(family.with_swiglu().is_none(), "three outputs");
+///
+/// let prompt = Matmul { m: 128, ..query };
+/// assert_eq!(Matmul::family(&[prompt, prompt], &gpu), None); // many rows
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct FamilyPlan {
@@ -240,6 +249,16 @@ pub struct FamilyPlan {
     others: Vec<usize>,
     device: Capability,
     launch: SmallM,
+}
+
+/// Outputs of [`FamilyPlan::run`].
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct FamilyOutputs {
+    /// The input plus the update of the norm, in the shape of the input; none without an update.
+    pub sums: Option<Handle>,
+    /// `[m, n]` for each weight, or one for SwiGLU.
+    pub outputs: Vec<Handle>,
 }
 
 impl Matmul {
@@ -254,7 +273,7 @@ impl Matmul {
         let [first, others @ ..] = matmuls else { return None };
         let all = matmuls.iter().map(|matmul| matmul.n).sum();
         let same = |matmul: &Self| Self { n: first.n, ..*matmul } == *first && matmul.n > 0;
-        if others.is_empty() || first.m == 0 || !matmuls.iter().all(same) {
+        if first.m == 0 || !matmuls.iter().all(same) {
             return None;
         }
         let launch = Self { n: all, ..*first }.small_m_launch(device).ok()?;
@@ -277,9 +296,34 @@ impl FamilyPlan {
         [first].into_iter().chain(others)
     }
 
+    /// Returns the plan with an RMSNorm of the input before the matmuls, after an addition if
+    /// `adds`, or `None` if the input has several rows or a long one: a launch of
+    /// [`rms_norm`](crate::rms_norm) is as fast then. The bits are its bits.
+    #[must_use]
+    pub fn with_norm(&self, adds: bool) -> Option<Self> {
+        let norm = NormPlan::of(self.first.k, self.launch.units(), adds);
+        let norm = norm.filter(|_| self.first.m == 1)?;
+        let launch = SmallM { norm: Some(norm), ..self.launch };
+        Some(Self { launch, others: self.others.clone(), ..*self })
+    }
+
+    /// Returns the plan with SwiGLU of its outputs, `silu(first) x second`, or `None` unless there
+    /// are two of one length.
+    #[must_use]
+    pub fn with_swiglu(&self) -> Option<Self> {
+        let launch = SmallM { gated: true, ..self.launch };
+        let two = self.others == [self.first.n];
+        two.then(|| Self { launch, others: self.others.clone(), ..*self })
+    }
+
+    /// Returns the number of outputs.
+    fn outputs(&self) -> usize {
+        if self.launch.gated { 1 } else { 1 + self.others.len() }
+    }
+
     /// Computes the products of an input `[m, k]` with all weights, an output `[m, n]` each; see
     /// [`MatmulPlan::run`]. All weights have one tensor scale, or one per packed row. All have a
-    /// bias `[n]`, or none.
+    /// bias `[n]`, or none. `norm` is there if the plan has one, with an update if it adds.
     ///
     /// ```no_run
     /// use burn_fp4_cubecl::cubecl::Device;
@@ -299,22 +343,24 @@ impl FamilyPlan {
     ///     tensor_scales: 1,
     /// };
     /// let weights = vec![(weight(4096), None), (weight(1024), None), (weight(1024), None)];
-    /// let outputs = family.run(&client, weights, client.empty(4096 * dtype.size()), None)?;
-    /// assert_eq!(outputs.len(), 3);
+    /// let input = client.empty(4096 * dtype.size());
+    /// let found = family.run(&client, weights, input, None, None)?;
+    /// assert_eq!(found.outputs.len(), 3);
     /// # Ok::<(), burn_fp4_cubecl::Refusal>(())
     /// ```
     ///
     /// # Errors
     /// [`Refusal::Memory`], [`Refusal::TensorScales`], and [`Refusal::Mismatch`] if there is not
-    /// one weight per matmul, or weights differ in their bias or tensor scales; nothing is
-    /// launched then.
+    /// one weight per matmul, weights differ in their bias or tensor scales, or the norm is not the
+    /// planned one; nothing is launched then.
     pub fn run(
         &self,
         client: &Client,
         weights: Vec<(PackedHandles, Option<Handle>)>,
         input: Handle,
+        norm: Option<NormOperands>,
         prefetch: Option<Prefetch>,
-    ) -> Result<Vec<Handle>, Refusal> {
+    ) -> Result<FamilyOutputs, Refusal> {
         let Self { first, others, device, launch } = self;
         let Matmul { m, k, dtype, .. } = *first;
         let same = |what, expected, found| match expected == found {
@@ -323,6 +369,16 @@ impl FamilyPlan {
         };
         same("weights of a family", others.len() + 1, weights.len())?;
         check_memory("input", &input, m * k * dtype.size())?;
+        let planned = launch.norm.map_or([false; 2], |norm| [true, norm.adds]);
+        let added = norm.as_ref().and_then(|norm| norm.update.as_ref());
+        same("norms of a family", planned[0].into(), norm.is_some().into())?;
+        same("updates before a norm", planned[1].into(), added.is_some().into())?;
+        if let Some(norm) = &norm {
+            check_memory("weight of the norm", &norm.weight, k * dtype.size())?;
+        }
+        if let Some(update) = added {
+            check_memory("update", update, k * dtype.size())?;
+        }
         let prefetch = Prefetch::checked(prefetch, device)?;
         let facts = |(weight, bias): &(PackedHandles, Option<Handle>)| {
             [bias.is_some(), weight.tensor_scales > 1].map(usize::from)
@@ -334,20 +390,30 @@ impl FamilyPlan {
             same("biases of a weight", has_bias, bias)?;
             same("tensor scales per row", by_row, scales)?;
         }
-        let outputs: Vec<Handle> =
-            self.matmuls().map(|matmul| client.empty(m * matmul.n * dtype.size())).collect();
-        let members = weights.into_iter().zip(self.matmuls()).zip(&outputs);
+        let outputs: Vec<Handle> = self
+            .matmuls()
+            .take(self.outputs())
+            .map(|matmul| client.empty(m * matmul.n * dtype.size()))
+            .collect();
+        let sums = added.map(|_| client.empty(k * dtype.size()));
+        let found = FamilyOutputs { sums, outputs };
+        // The other weight of SwiGLU stores nothing.
+        let stored = found.outputs.iter().cycle();
+        let members = weights.into_iter().zip(self.matmuls()).zip(stored);
         let mut members = members.map(|(((weight, bias), Matmul { n, .. }), output)| {
             MemberHandles { weight, bias, output: output.clone(), n }
         });
         let Some(MemberHandles { weight, bias, output, .. }) = members.next() else {
-            return Ok(outputs);
+            return Ok(found);
         };
+        let members = members.collect();
         let rows = self.matmuls().map(|matmul| matmul.n).sum();
+        // Without an update no sums are stored.
+        let norm = norm.map(|norm| (norm, found.sums.clone().unwrap_or_else(|| input.clone())));
         let handles = OperandHandles { weight, input, bias, prefetch, rows };
         let blueprint = MatmulBlueprint::new(first, device, &handles);
-        launch_small_m(client, handles, output, first, members.collect(), blueprint, *launch);
-        Ok(outputs)
+        launch_small_m(client, handles, output, first, members, norm, blueprint, *launch);
+        Ok(found)
     }
 }
 
@@ -375,10 +441,28 @@ mod tests {
         assert_eq!(of(&[4096, 1024, 1024], 1), Some(launch(1, 6144)));
         // There are enough rows together, not alone.
         assert_eq!(of(&[1024, 7168], 16), Some(launch(16, 8192)));
-        assert_eq!(of(&[4096], 1), None);
+        assert_eq!(of(&[4096], 1), Some(launch(1, 4096)));
         assert_eq!(of(&[4096, 0], 1), None);
         assert_eq!(of(&[4096, 4096], 17), None);
         let other = [matmul(1, 4096, 4096), matmul(1, 4096, 8192)];
         assert_eq!(Matmul::family(&other, &GPU), None);
+    }
+
+    #[test]
+    fn norms_of_one_short_row_and_swiglu_of_two_equal_weights_join_a_family() {
+        let of = |m, k, lengths: &[usize]| {
+            let matmuls: Vec<_> = lengths.iter().map(|&n| matmul(m, n, k)).collect();
+            Matmul::family(&matmuls, &GPU).expect("few rows")
+        };
+        assert!(of(1, 4096, &[4096]).with_norm(true).is_some());
+        assert!(of(1, 8192, &[4096]).with_norm(false).is_some(), "cubes of 256 units");
+        assert_eq!(of(1, 8192, &[6144]).with_norm(false), None, "cubes of 128 units");
+        assert_eq!(of(1, 16384, &[4096]).with_norm(false), None);
+        assert_eq!(of(2, 4096, &[4096]).with_norm(false), None);
+        let gated = of(16, 4096, &[14336, 14336]).with_swiglu().expect("two equal weights");
+        assert_eq!((gated.outputs(), gated.launch.tile_n()), (1, 32));
+        assert_eq!(of(1, 4096, &[14336]).with_swiglu(), None);
+        assert_eq!(of(1, 4096, &[14336, 4096]).with_swiglu(), None);
+        assert_eq!(of(1, 4096, &[4096; 3]).with_swiglu(), None);
     }
 }

@@ -13,10 +13,12 @@ mod portable_gemv;
 mod portable_plan;
 mod prefetch;
 mod small_m;
+mod small_m_input;
 mod wgmma;
 mod wgmma_fp8;
 
 pub use fp8_rows::fp8_rows;
-pub use launch::FamilyPlan;
+pub use launch::{FamilyOutputs, FamilyPlan};
 pub use plan::{Fp8Plan, Matmul, MatmulPlan};
 pub use prefetch::Prefetch;
+pub use small_m_input::NormOperands;

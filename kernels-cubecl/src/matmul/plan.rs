@@ -167,6 +167,10 @@ pub(super) struct SmallM {
     pub k_planes: u32,
     /// Rows of the input, rounded up to a power of two.
     pub tile_m: u32,
+    /// True for SwiGLU of the outputs of two weights: a plane has eight packed rows of each.
+    pub gated: bool,
+    /// The norm before the matmul.
+    pub norm: Option<NormPlan>,
 }
 
 impl SmallM {
@@ -175,9 +179,14 @@ impl SmallM {
         32 * self.n_planes * self.k_planes
     }
 
-    /// Returns the packed rows of an n tile.
+    /// Returns the packed rows of a weight that a plane has.
+    pub(super) const fn plane_n(&self) -> u32 {
+        if self.gated { 8 } else { 16 }
+    }
+
+    /// Returns the packed rows of an n tile of a weight.
     pub(super) const fn tile_n(&self) -> u32 {
-        16 * self.n_planes
+        self.plane_n() * self.n_planes
     }
 
     /// Returns the tiles of 8 rows of the input.
@@ -187,7 +196,7 @@ impl SmallM {
 
     /// Returns the values between the sums of two rows of the input in shared memory.
     pub(super) const fn staged_stride(&self) -> u32 {
-        self.tile_n() + 4
+        16 * self.n_planes + 4
     }
 
     /// Returns the values of the sums of a plane in shared memory, f32.
@@ -217,9 +226,33 @@ impl SmallM {
         cubes.into_iter().map(|cubes| cubes as u32).collect()
     }
 
-    /// Returns the rows of the input that a plane copies to shared memory for a step.
+    /// Returns the rows of the input that a plane copies to shared memory for a step: none of a
+    /// normalized row, which is there before the first step.
     pub(super) const fn copies(&self) -> u32 {
-        self.tile_m.div_ceil(self.n_planes)
+        if self.norm.is_some() { 0 } else { self.tile_m.div_ceil(self.n_planes) }
+    }
+}
+
+/// The norm before a matmul of `small_m.rs` with one row of the input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct NormPlan {
+    /// Vectors of eight values of the row.
+    pub vectors: u32,
+    /// True if an update is added to the row first.
+    pub adds: bool,
+}
+
+impl NormPlan {
+    /// Most vectors of the row that a unit holds in registers.
+    const MAX_VECTORS: u32 = 4;
+
+    /// Plans the norm of a row of k values in cubes of some units; none if the row is too long.
+    pub(super) fn of(k: usize, units: u32, adds: bool) -> Option<Self> {
+        let vectors = u32::try_from(k / 8).ok()?;
+        let fits = vectors <= Self::MAX_VECTORS * units;
+        // `decoder/norm.rs`, whose cubes have `UNITS`, has the same bits.
+        let divides = units <= UNITS && UNITS.is_multiple_of(units);
+        (fits && divides).then_some(Self { vectors, adds })
     }
 }
 
@@ -511,6 +544,8 @@ impl Matmul {
             n_planes,
             k_planes,
             tile_m: tile_m as u32,
+            gated: false,
+            norm: None,
         })
     }
 

@@ -11,7 +11,9 @@
 //!
 //! cube: n_planes x k_planes planes for one weight of a family that multiplies one input. They take
 //! every `cubes`-th of its n tiles: 16 x n_planes packed rows
+//! if a norm comes before the matmul: load the whole input              (load_row)
 //! load codes, scales and input of the first two steps                  (load_step)
+//! if a norm comes before: normalize the input                          (share_normalized)
 //! prefetch the weight of the next matmul, now or before the last steps (prefetch_next)
 //! for the steps of all n tiles: `k_planes` k tiles each
 //!     the input of the step goes to shared memory                      (share_input)
@@ -22,6 +24,9 @@
 //!     after the last step of an n tile:
 //!         add the sums of the planes along k; epilogue                 (store_sums)
 //! ```
+//!
+//! With SwiGLU a plane has eight rows of the gate and the same eight of the values. The epilogue of
+//! an n tile then has both: `silu(gate) x value`, each rounded before.
 //!
 //! Loads go on from one n tile to the next, so that memory does not idle in between. The input in
 //! shared memory is in the order of decoded codes. To share a small input as a whole before
@@ -40,31 +45,45 @@ use super::operands::{
 };
 use super::plan::{Matmul, SMALL_M_K_TILE, SmallM};
 use super::prefetch::prefetch_next;
+use super::small_m_input::{
+    K_TILE_VECTORS, NormArgs, NormArgsLaunch, NormOperands, NormRow, QUARTER_STRIDE_PADDED,
+    ROW_STRIDE_PADDED, VECTOR, load_row, share, share_normalized,
+};
+use crate::decoder::swiglu::silu;
 use crate::memory::PackedIn;
+use crate::numeric::element::narrow;
 use crate::numeric::scale_grid::sum_shift;
 
-/// Launches the kernel for a weight, and for the other weights of its family. `S` holds the block
-/// scales that a lane needs of a packed row.
+/// Launches the kernel for a weight, and for the other weights of its family. `norm` has the sums
+/// that it stores. With SwiGLU the family has one more weight, without an output of its own. `S`
+/// holds the block scales that a lane needs of a packed row.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn launch<F: Float, S: Int>(
     client: &Client,
     handles: OperandHandles,
     output: Handle,
     matmul: &Matmul,
     family: Vec<MemberHandles>,
+    norm: Option<(NormOperands, Handle)>,
     blueprint: MatmulBlueprint,
     plan: SmallM,
 ) {
     let Matmul { m, n, k, .. } = *matmul;
-    let widths = Widths { codes: 32, scales: 64, input: 8, k_tile: SMALL_M_K_TILE };
-    let tiles: Vec<usize> = [n]
-        .into_iter()
-        .chain(family.iter().map(|member| member.n))
-        .map(|n| plan.tiles(n))
-        .collect();
+    let widths = Widths { codes: 32, scales: 64, input: VECTOR as usize, k_tile: SMALL_M_K_TILE };
+    // With SwiGLU the cubes of the first weight multiply by both.
+    let own = if plan.gated { &[] } else { &family[..] };
+    let tiles: Vec<usize> =
+        [n].into_iter().chain(own.iter().map(|member| member.n)).map(|n| plan.tiles(n)).collect();
     let cubes = plan.cubes_of(&tiles);
+    let mut norms = SequenceArg::new();
+    if let Some((norm, sums)) = norm {
+        // SAFETY: as below.
+        norms.push(unsafe { NormArgsLaunch::of(norm, handles.input.clone(), sums, k) });
+    }
     let mut members = SequenceArg::new();
     let mut first_cube = cubes[0];
-    for (MemberHandles { weight, bias, output, n }, &cubes) in family.into_iter().zip(&cubes[1..]) {
+    let of_members = cubes[1..].iter().copied().chain(core::iter::repeat(0));
+    for (MemberHandles { weight, bias, output, n }, cubes) in family.into_iter().zip(of_members) {
         let input = handles.input.clone();
         // SAFETY: as below.
         members.push(unsafe {
@@ -91,23 +110,18 @@ pub(super) fn launch<F: Float, S: Int>(
             CubeDim::new_1d(plan.units()),
             4,
             4,
+            VECTOR as usize,
             operands(handles, matmul, blueprint, widths),
             BufferArg::from_raw_parts(output, m * n),
             cubes[0],
             members,
+            norms,
             plan,
         );
     }
 }
 
-/// Vectors of eight values of the input in a k tile.
-const K_TILE_VECTORS: u32 = SMALL_M_K_TILE as u32 / 8;
-/// Vectors between the four parts of a row of the input in shared memory. One vector of padding
-/// puts the eight lanes of two rows in different banks.
-const QUARTER_STRIDE_PADDED: u32 = K_TILE_VECTORS / 4 + 1;
-/// Vectors between the rows of the input in shared memory.
-const ROW_STRIDE_PADDED: u32 = 4 * QUARTER_STRIDE_PADDED;
-/// Packed rows of a lane, eight rows apart.
+/// Packed rows of a lane: eight rows apart, or the same row of two weights.
 const ROWS_PER_LANE: u32 = 2;
 /// K tiles in registers: one is multiplied while the other is loaded.
 const PIPELINE_STAGES: u32 = 2;
@@ -162,7 +176,7 @@ fn lane_of_unit(#[comptime] plan: SmallM) -> Lane {
 #[cube]
 fn n_tile(tile: u32, lane: &Lane, #[comptime] plan: SmallM) -> NTile {
     let first = tile * comptime!(plan.tile_n());
-    NTile { first, row: first + lane.n_plane * 16 + lane.quad }
+    NTile { first, row: first + lane.n_plane * comptime!(plan.plane_n()) + lane.quad }
 }
 
 /// Registers that a lane loads for a step.
@@ -176,11 +190,13 @@ struct StepRegisters<W: Size, X: Size> {
     input: Array<Vector<u32, X>>,
 }
 
-/// Loads a step from device memory. K tiles beyond the last repeat it.
+/// Loads a step from device memory. K tiles beyond the last repeat it. `values` is the other weight
+/// of SwiGLU.
 #[cube]
 fn load_step<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     weight: &PackedIn<S, W>,
+    values: &PackedIn<S, W>,
     n: u32,
     loaded: &mut StepRegisters<W, X>,
     tile: u32,
@@ -193,9 +209,11 @@ fn load_step<F: Float, S: Int, W: Size, X: Size>(
     let k_tile = min(step * plan.k_planes + lane.k_plane, dims.k_tiles - 1);
     #[unroll]
     for half in 0..ROWS_PER_LANE {
-        let row = min(n_tile.row + half * 8, n - 1);
+        let below = if comptime!(plan.gated) { 0u32 } else { half * 8 };
+        let row = min(n_tile.row + below, n - 1);
         let at = ((row * dims.k_tiles + k_tile) * 4 + lane.part) as usize;
         let to = comptime!(half as usize);
+        let weight = if comptime!(plan.gated && half == 1) { values } else { weight };
         loaded.codes[comptime!(2 * to)] = weight.codes[at * 2];
         loaded.codes[comptime!(2 * to + 1)] = weight.codes[at * 2 + 1];
         loaded.scales[to] = u32::cast_from(weight.scales[at]);
@@ -214,53 +232,54 @@ fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: SmallM) -> u
     (lane.n_plane * comptime!(plan.copies()) + copy) % plan.tile_m
 }
 
-/// Returns the place of a vector of the input in shared memory, within its k tile.
-#[cube]
-fn place_of(row: u32, vector: u32) -> u32 {
-    row * ROW_STRIDE_PADDED + vector / 8 * QUARTER_STRIDE_PADDED + vector % 8
-}
-
 /// Multiplies the input by each weight of a family, with cubes of its own.
 #[cube(launch_unchecked)]
-fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
+fn small_m_kernel<F: Float, S: Int, W: Size, X: Size, V: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
     cubes: u32,
     family: &mut Sequence<Member<F, S, W>>,
+    norm: &mut Sequence<NormArgs<F, V>>,
     #[comptime] plan: SmallM,
 ) {
     let lane = lane_of_unit(plan);
     // CubeCL never reuses shared memory: one allocation for all weights.
-    let shared =
-        comptime!((PIPELINE_STAGES * plan.k_planes * plan.tile_m * ROW_STRIDE_PADDED) as usize);
+    let k_tiles = comptime!(match plan.norm {
+        Some(norm) => norm.vectors / K_TILE_VECTORS,
+        None => PIPELINE_STAGES * plan.k_planes,
+    });
+    let shared = comptime!((k_tiles * plan.tile_m * ROW_STRIDE_PADDED) as usize);
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(shared);
     let staged = comptime!((plan.k_planes * plan.staged_sums()) as usize);
     let mut staged = Shared::<[f32]>::new_slice(staged);
     let cube = CUBE_POS as u32;
     let rows = Rows { n: operands.dims.n, cube, cubes };
-    if cube < cubes {
-        multiply_by::<F, S, W, X>(
+    if comptime!(plan.gated) {
+        let values = family.index(0usize);
+        multiply_by::<F, S, W, X, V>(
             operands,
             &operands.weight,
             operands.bias,
+            &values.weight,
+            values.bias,
             output,
+            norm,
             &rows,
             &mut shared,
             &mut staged,
             &lane,
             plan,
         );
-    }
-    #[unroll]
-    for index in 0..family.len() {
-        let member = family.index_mut(index);
-        if cube >= member.first_cube && cube < member.first_cube + member.cubes {
-            let rows = Rows { n: member.n, cube: cube - member.first_cube, cubes: member.cubes };
-            multiply_by::<F, S, W, X>(
+    } else {
+        if cube < cubes {
+            multiply_by::<F, S, W, X, V>(
                 operands,
-                &member.weight,
-                member.bias,
-                member.output,
+                &operands.weight,
+                operands.bias,
+                &operands.weight,
+                operands.bias,
+                output,
+                norm,
                 &rows,
                 &mut shared,
                 &mut staged,
@@ -268,17 +287,44 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size>(
                 plan,
             );
         }
+        #[unroll]
+        for index in 0..family.len() {
+            let member = family.index_mut(index);
+            if cube >= member.first_cube && cube < member.first_cube + member.cubes {
+                let cube = cube - member.first_cube;
+                let rows = Rows { n: member.n, cube, cubes: member.cubes };
+                multiply_by::<F, S, W, X, V>(
+                    operands,
+                    &member.weight,
+                    member.bias,
+                    &member.weight,
+                    member.bias,
+                    member.output,
+                    norm,
+                    &rows,
+                    &mut shared,
+                    &mut staged,
+                    &lane,
+                    plan,
+                );
+            }
+        }
     }
 }
 
-/// Runs the main loop at the head of this file for a weight.
+/// Runs the main loop at the head of this file for a weight; `values` and `values_bias` are the
+/// other weight of SwiGLU and its bias.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 #[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
-fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
+fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
     operands: &Operands<F, S, W, X>,
     weight: &PackedIn<S, W>,
     bias: &[F],
+    values: &PackedIn<S, W>,
+    values_bias: &[F],
     output: &mut [F],
+    norm: &mut Sequence<NormArgs<F, V>>,
     rows: &Rows,
     shared: &mut [Vector<u32, X>],
     staged: &mut [f32],
@@ -305,15 +351,23 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
     let tiles = n.div_ceil(comptime!(plan.tile_n()));
     let mut load_tile = rows.cube;
     let mut load_at = 0u32.runtime();
+    // Before the first codes: all else waits for it.
+    let mut normalized = Sequence::<NormRow<F, V>>::new();
+    if let Some(norm_plan) = comptime!(plan.norm) {
+        let units = comptime!(plan.units());
+        normalized.push(load_row::<F, V>(norm.index(0usize), norm_plan, units));
+    }
     let mut loaded = Sequence::<StepRegisters<W, X>>::new();
     #[unroll]
     for _ in 0..PIPELINE_STAGES {
         let mut next = StepRegisters::<W, X> {
             codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS_PER_LANE as usize)),
             scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
-            input: Array::<Vector<u32, X>>::new(comptime!(plan.copies() as usize)),
+            input: Array::<Vector<u32, X>>::new(comptime!(plan.copies().max(1) as usize)),
         };
-        load_step::<F, S, W, X>(operands, weight, n, &mut next, load_tile, load_at, lane, plan);
+        load_step::<F, S, W, X>(
+            operands, weight, values, n, &mut next, load_tile, load_at, lane, plan,
+        );
         loaded.push(next);
         load_at += 1u32;
         if load_at == steps {
@@ -325,6 +379,18 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
     // Input of a k tile, and of the k tiles of a step.
     let buffer = comptime!(tile_m * ROW_STRIDE_PADDED);
     let step_buffer = comptime!(k_planes * buffer);
+    if let Some(norm_plan) = comptime!(plan.norm) {
+        let conversion = comptime!(operands.blueprint.conversion);
+        let units = comptime!(plan.units());
+        share_normalized::<F, V, X>(
+            norm.index_mut(0usize),
+            normalized.index_mut(0usize),
+            shared,
+            norm_plan,
+            units,
+            conversion,
+        );
+    }
     prefetch_next(&operands.prefetch, comptime!(false));
 
     let shares_steps = comptime!(plan.n_planes > 1);
@@ -343,13 +409,16 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
         for stage in 0..PIPELINE_STAGES {
             if done + stage < end {
                 let k_tile = step * k_planes + lane.k_plane;
-                let from = stage * step_buffer + lane.k_plane * buffer;
                 let registers = loaded.index(comptime!(stage as usize));
-                share_input::<X>(shared, from, &registers.input, lane, plan);
-                if comptime!(shares_steps) {
-                    sync_cube();
-                } else {
-                    sync_plane();
+                let mut from = k_tile * buffer;
+                if comptime!(plan.norm.is_none()) {
+                    from = stage * step_buffer + lane.k_plane * buffer;
+                    share_input::<X>(shared, from, &registers.input, lane, plan);
+                    if comptime!(shares_steps) {
+                        sync_cube();
+                    } else {
+                        sync_plane();
+                    }
                 }
                 if k_tile < k_tiles {
                     multiply::<F, S, W, X, NA, NB, NC>(
@@ -366,7 +435,7 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
                 if done + (stage + PIPELINE_STAGES) < end {
                     let next = loaded.index_mut(comptime!(stage as usize));
                     load_step::<F, S, W, X>(
-                        operands, weight, n, next, load_tile, load_at, lane, plan,
+                        operands, weight, values, n, next, load_tile, load_at, lane, plan,
                     );
                     load_at += 1u32;
                     if load_at == steps {
@@ -377,8 +446,18 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size>(
                 step += 1u32;
                 if step == steps {
                     let stored = n_tile(tile, lane, plan);
-                    store_sums::<F, S, W, X, NC>(
-                        operands, weight, bias, output, n, &sums, staged, &stored, lane, plan,
+                    stage_sums::<NC>(&sums, operands.dims.m, staged, lane, plan);
+                    store_sums::<F, S, W, X>(
+                        operands,
+                        weight,
+                        bias,
+                        values,
+                        values_bias,
+                        output,
+                        n,
+                        &*staged,
+                        &stored,
+                        plan,
                     );
                     #[unroll]
                     for m_tile in 0..comptime!(plan.m_tiles()) {
@@ -406,8 +485,8 @@ fn share_input<X: Size>(
 ) {
     #[unroll]
     for copy in 0..comptime!(plan.copies()) {
-        let to = from + place_of(copied_row(lane, copy, plan), lane.lane);
-        shared[to as usize] = pairs::<X>(input[copy as usize]);
+        let row = copied_row(lane, copy, plan);
+        share::<X>(shared, from, row, lane.lane, input[copy as usize]);
     }
 }
 
@@ -477,23 +556,15 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
     }
 }
 
-/// Adds the sums of the planes along k, and stores them.
+/// Stores a plane's sums of an n tile in shared memory, by rows of the input.
 #[cube]
-fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
-    operands: &Operands<F, S, W, X>,
-    weight: &PackedIn<S, W>,
-    bias: &[F],
-    output: &mut [F],
-    n: u32,
+fn stage_sums<NC: Size>(
     sums: &Sequence<Array<Vector<f32, NC>>>,
+    m: u32,
     staged: &mut [f32],
-    n_tile: &NTile,
     lane: &Lane,
     #[comptime] plan: SmallM,
 ) {
-    let dims = &operands.dims;
-    let rows = comptime!(plan.tile_n());
-    // The sums of a plane are stored by rows of the input.
     let (stride, region) = comptime!((plan.staged_stride(), plan.staged_sums()));
     // Planes may still read the sums of the n tile before.
     sync_cube();
@@ -504,41 +575,69 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
             let (half, column) = comptime!((index as usize / 2, index as usize % 2));
             let sum = sums.index(comptime!(tile as usize))[half].extract(column);
             let to = lane.part * 2 + comptime!(tile * 8 + column as u32);
-            let row = n_tile.row - n_tile.first + comptime!(8 * half as u32);
-            if to < dims.m {
+            let row = lane.n_plane * 16 + lane.quad + comptime!(8 * half as u32);
+            if to < m {
                 staged[(lane.k_plane * region + to * stride + row) as usize] = sum;
             }
         }
     }
     sync_cube();
+}
+
+/// Adds the sums of the planes along k, and stores the outputs.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn store_sums<F: Float, S: Int, W: Size, X: Size>(
+    operands: &Operands<F, S, W, X>,
+    weight: &PackedIn<S, W>,
+    bias: &[F],
+    values: &PackedIn<S, W>,
+    values_bias: &[F],
+    output: &mut [F],
+    n: u32,
+    staged: &[f32],
+    n_tile: &NTile,
+    #[comptime] plan: SmallM,
+) {
+    let blueprint = comptime!(operands.blueprint);
+    let rows = comptime!(plan.tile_n());
     let mut at = UNIT_POS;
-    while at < rows * dims.m {
-        let (in_row, to) = (at % rows, at / rows);
-        let row = n_tile.first + in_row;
+    while at < rows * operands.dims.m {
+        let (in_tile, to) = (at % rows, at / rows);
+        let row = n_tile.first + in_tile;
         if row < n {
-            let mut sum = 0.0f32.runtime();
-            #[unroll]
-            for k_plane in 0..plan.k_planes {
-                sum += staged[(k_plane * region + to * stride + in_row) as usize];
+            let stored = to * n + row;
+            if comptime!(plan.gated) {
+                let gate = in_tile / 8 * 16 + in_tile % 8;
+                let sum = sum_along_k(staged, to, gate, blueprint, plan);
+                let gated = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
+                let sum = sum_along_k(staged, to, gate + 8, blueprint, plan);
+                let value = epilogue_of::<F, S, W>(values, values_bias, sum, row, blueprint);
+                let gated = silu(f32::cast_from(gated)) * f32::cast_from(value);
+                output[stored as usize] = narrow::<F>(gated, comptime!(blueprint.conversion));
+            } else {
+                let sum = sum_along_k(staged, to, in_tile, blueprint, plan);
+                output[stored as usize] = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
             }
-            let blueprint = comptime!(operands.blueprint);
-            sum *= comptime!(sum_shift(blueprint.grid()));
-            let value = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
-            output[(to * n + row) as usize] = value;
         }
         at += comptime!(plan.units());
     }
 }
 
-/// Returns eight values in the order in which codes are decoded, each with the fourth after it.
+/// Adds the planes' sums of an output, in order: of a row of the input and a row of those staged.
 #[cube]
-fn pairs<X: Size>(values: Vector<u32, X>) -> Vector<u32, X> {
-    let mut pairs = Vector::<u32, X>::empty();
+fn sum_along_k(
+    staged: &[f32],
+    input_row: u32,
+    row: u32,
+    #[comptime] blueprint: MatmulBlueprint,
+    #[comptime] plan: SmallM,
+) -> f32 {
+    let (stride, region) = comptime!((plan.staged_stride(), plan.staged_sums()));
+    let mut sum = 0.0f32.runtime();
     #[unroll]
-    for half in 0..2usize {
-        let (low, high) = (values.extract(half), values.extract(comptime!(half + 2)));
-        pairs.insert(comptime!(2 * half), (low & 0xFFFFu32) | (high << 16u32));
-        pairs.insert(comptime!(2 * half + 1), (low >> 16u32) | (high & 0xFFFF_0000u32));
+    for k_plane in 0..plan.k_planes {
+        sum += staged[(k_plane * region + input_row * stride + row) as usize];
     }
-    pairs
+    sum * comptime!(sum_shift(blueprint.grid()))
 }

@@ -3,7 +3,7 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
 
-use crate::devices::decoder::{DecoderBackend, normalizes};
+use crate::devices::decoder::{DecoderBackend, is_one_operation};
 
 /// Normalizes along the last axis: `x / sqrt(mean(x^2) + epsilon) * weight`, as Burn's
 /// [`RmsNorm`](burn::nn::RmsNorm). The mean and the root are f32.
@@ -26,7 +26,7 @@ pub fn rms_norm<const D: usize>(input: Tensor<D>, weight: Tensor<1>, epsilon: f6
     assert_eq!(weight.dims(), [input.dims()[D - 1]], "RMSNorm: length of the weight");
     let dtype = input.dtype();
     let len = input.shape().num_elements();
-    if normalizes(&input.device(), [dtype, weight.dtype()], len) {
+    if is_one_operation(&input.device(), [dtype, weight.dtype()], len) {
         let (input, weight) = (input.into_dispatch(), weight.into_dispatch());
         return Tensor::from_dispatch(Dispatch::decoder_rms_norm(input, weight, epsilon));
     }
@@ -62,7 +62,7 @@ pub fn add_rms_norm<const D: usize>(
     assert_eq!(hidden.dims(), update.dims(), "RMSNorm: shape of the update");
     assert_eq!(weight.dims(), [hidden.dims()[D - 1]], "RMSNorm: length of the weight");
     let dtypes = [hidden.dtype(), update.dtype(), weight.dtype()];
-    if normalizes(&hidden.device(), dtypes, hidden.shape().num_elements()) {
+    if is_one_operation(&hidden.device(), dtypes, hidden.shape().num_elements()) {
         let (hidden, update) = (hidden.into_dispatch(), update.into_dispatch());
         let weight = weight.into_dispatch();
         let (hidden, normalized) = Dispatch::decoder_add_rms_norm(hidden, update, weight, epsilon);

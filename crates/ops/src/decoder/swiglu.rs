@@ -4,7 +4,7 @@ use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 use burn::tensor::activation::silu;
 
-use crate::devices::decoder::{HostDecoderBackend, has_host_decoder};
+use crate::devices::decoder::{DecoderBackend, is_one_operation};
 
 /// Computes `silu(gate) * up`.
 ///
@@ -23,7 +23,8 @@ use crate::devices::decoder::{HostDecoderBackend, has_host_decoder};
 #[must_use]
 pub fn swiglu<const D: usize>(gate: Tensor<D>, up: Tensor<D>) -> Tensor<D> {
     assert_eq!(gate.dims(), up.dims(), "SwiGLU: shape of `up`");
-    if has_host_decoder(&gate.device(), [gate.dtype(), up.dtype()]) {
+    let dtypes = [gate.dtype(), up.dtype()];
+    if is_one_operation(&gate.device(), dtypes, gate.shape().num_elements()) {
         let (gate, up) = (gate.into_dispatch(), up.into_dispatch());
         return Tensor::from_dispatch(Dispatch::decoder_swiglu(gate, up));
     }

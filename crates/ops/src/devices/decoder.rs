@@ -112,9 +112,13 @@ pub(crate) fn has_host_decoder<const N: usize>(device: &Device, dtypes: [DType; 
     }
 }
 
-/// Returns true if one operation of a device normalizes `len` values of these dtypes.
+/// Returns true if a norm or SwiGLU of `len` values of these dtypes is one operation of a device.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-pub(crate) fn normalizes<const N: usize>(device: &Device, dtypes: [DType; N], len: usize) -> bool {
+pub(crate) fn is_one_operation<const N: usize>(
+    device: &Device,
+    dtypes: [DType; N],
+    len: usize,
+) -> bool {
     match decoder_code(device, dtypes) {
         #[cfg(feature = "cube")]
         Some(DecoderCode::Kernels) => len <= View::MAX_LEN,
@@ -204,6 +208,10 @@ pub(crate) trait DecoderBackend: Backend {
         epsilon: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
+    /// Computes `silu(gate) * up`.
+    #[fusion(dtype = gate, shape = gate)]
+    fn decoder_swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// Multiplies few rows `[M, K]` by a weight `[K, N]`, row-major or transposed, in one dtype: on
     /// hosts one row, in 16 bits too.
     #[fusion(dtype = input, shape = Shape::new([input[0], weight[1]]))]
@@ -273,9 +281,6 @@ pub(crate) trait SampleBackend: Backend {
 /// Operations of a decoder on hosts. Callers check shapes, dtypes (f32) and the device.
 #[backend_extension(Flex: cfg(feature = "flex"))]
 pub(crate) trait HostDecoderBackend: Backend {
-    /// Computes `silu(gate) * up`.
-    fn decoder_swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self>;
-
     /// Computes [`DecoderBackend::decoder_int8_weight_matmul`] with an input rounded to 8 bits.
     fn decoder_int8_int8_matmul(
         input: FloatTensor<Self>,

@@ -36,6 +36,12 @@ impl DecoderBackend for Flex {
         (hidden, update)
     }
 
+    fn decoder_swiglu(gate: FlexTensor, up: FlexTensor) -> FlexTensor {
+        let (mut gate, up) = (contiguous(gate), contiguous(up));
+        host::swiglu(values_mut(&mut gate), values(&up)).expect(CHECKED);
+        gate
+    }
+
     fn decoder_gemv(input: FlexTensor, weight: FlexTensor) -> FlexTensor {
         match input.dtype() {
             DType::BF16 => gemv::<bf16>(input, weight),
@@ -156,12 +162,6 @@ fn int8_weight_matmul(
 }
 
 impl HostDecoderBackend for Flex {
-    fn decoder_swiglu(gate: FlexTensor, up: FlexTensor) -> FlexTensor {
-        let (mut gate, up) = (contiguous(gate), contiguous(up));
-        host::swiglu(values_mut(&mut gate), values(&up)).expect(CHECKED);
-        gate
-    }
-
     fn decoder_int8_int8_matmul(
         input: FlexTensor,
         codes: FlexTensor,

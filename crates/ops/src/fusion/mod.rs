@@ -9,7 +9,8 @@
 //! - An adapter that is added to the weight, `scale a b`, becomes two thin products, which are
 //!   added to the output.
 //! - Products with one input, such as queries, keys and values, become one launch if they have few
-//!   rows.
+//!   rows. A norm right before products of one row joins them, and so does the SwiGLU of two: a
+//!   layer of a decoder then takes six launches.
 //! - A lookup of an embedding gathers the codes and scales of its rows, and dequantizes only these.
 //!
 //! A product is found only if no other operation waits in the stream, so a layer with a packed
@@ -49,9 +50,9 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::{FamilyPlan, Matmul, MatmulPlan};
 use burn_fp4_search::Hadamard;
 
-use self::pattern::{Adapter, Member, Pattern, Product, Reader, Reshape};
+use self::pattern::{Adapter, Member, Norm, Pattern, Product, Reader, Reshape, SwiGlu};
 use crate::devices::cube::device::{may_multiply, with_products};
-use crate::devices::cube::matmul::{DENSE, FUSED, GROUPS, LOOKUPS, Planner};
+use crate::devices::cube::matmul::{DENSE, FUSED, GROUPS, JOINED, LOOKUPS, NormTensors, Planner};
 use crate::devices::cube::{matmul, queues};
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
@@ -127,10 +128,20 @@ struct Watch;
 
 impl FusionObserver for Watch {
     fn registered(&self, operation: &OperationIr) {
+        // The end of a tensor waits with what comes before or after it.
+        if matches!(operation, OperationIr::Drop(_)) {
+            return;
+        }
         PENDING.with_borrow_mut(|pending| {
             let stream = StreamId::current();
-            let accepted = pending.get_mut(&stream).map(|pattern| pattern.accept(operation));
-            if accepted == Some(false) {
+            let Some(pattern) = pending.get_mut(&stream) else { return };
+            let ready = pattern.is_ready();
+            if pattern.accept(operation) {
+                return;
+            }
+            // What was ready runs now, so that a norm after it is the first that waits.
+            *pattern = Pattern::default();
+            if !(ready && pattern.accept(operation)) {
                 pending.remove(&stream);
             }
         });
@@ -232,6 +243,25 @@ struct Planned<'a> {
     adds_bias: bool,
 }
 
+/// The launch of a family in this run, and what joins it; without a family each product is alone.
+struct Launch<'a> {
+    family: Option<FamilyPlan>,
+    norm: Option<&'a Norm>,
+    swiglu: Option<&'a SwiGlu>,
+}
+
+impl Launch<'_> {
+    /// Returns true for the norm that joins, and for reshapes and the end of what it would make.
+    fn skips(&self, pattern: &Pattern, at: usize) -> bool {
+        let Some(norm) = self.norm else { return false };
+        let reshape = pattern.reshapes.iter().find(|reshape| reshape.at == at);
+        let dropped = pattern.drops.iter().find(|dropped| dropped.at == at);
+        let tensor =
+            reshape.map(|reshape| reshape.output).or(dropped.map(|dropped| dropped.tensor));
+        norm.at == at || tensor.is_some_and(|tensor| pattern.is_of_norm(tensor))
+    }
+}
+
 /// Operands of a product in this run.
 struct Operands {
     input: CubeTensor,
@@ -274,8 +304,11 @@ impl FusedOperation for FusedProduct {
             None => {
                 let planned = self.plan(&mut planners, context);
                 let family = family(&planned, context, &mut last_family);
-                self.multiply(&planned, family, context, fallback);
+                let launch = self.launch(&planned, family, context);
+                self.multiply(&planned, &launch, context, fallback);
                 let fused = planned.iter().flatten().count();
+                let joined = [launch.norm.is_some(), launch.swiglu.is_some()];
+                JOINED.fetch_add(joined.map(u64::from).iter().sum(), Ordering::Relaxed);
                 GROUPS.fetch_add(u64::from(fused > 0), Ordering::Relaxed);
                 DENSE.fetch_add((planned.len() - fused) as u64, Ordering::Relaxed);
                 (Some(&FUSED), fused)
@@ -318,20 +351,61 @@ impl FusedProduct {
         planned.collect()
     }
 
+    /// Adds the norm and the SwiGLU of the pattern to the launch of a family, if it takes them. A
+    /// weight alone is a family with its norm.
+    fn launch<'a>(
+        &'a self,
+        planned: &[Option<Planned<'_>>],
+        family: Option<FamilyPlan>,
+        context: &Streams,
+    ) -> Launch<'a> {
+        let mut launch = Launch { family, norm: None, swiglu: None };
+        let (Some(family), Some(Some(first))) = (&mut launch.family, planned.first()) else {
+            return launch;
+        };
+        let k = family.first().k;
+        let normalizes = |norm: &&Norm| {
+            let row = context.tensors.get(&norm.operation.inputs[0].id);
+            let has_row = row.is_some_and(|row| row.shape.last() == Some(&k));
+            has_row && first.hadamard.is_none() && self.pattern.keeps_norm()
+        };
+        let norm = self.pattern.norm.as_ref().filter(normalizes);
+        if let Some((norm, plan)) = norm.and_then(|norm| Some((norm, family.with_norm(norm.adds)?)))
+        {
+            (*family, launch.norm) = (plan, Some(norm));
+        } else if planned.len() == 1 {
+            return Launch { family: None, ..launch };
+        }
+        let swiglu = self.pattern.swiglu.as_ref();
+        if let Some((swiglu, plan)) =
+            swiglu.and_then(|swiglu| Some((swiglu, family.with_swiglu()?)))
+        {
+            (*family, launch.swiglu) = (plan, Some(swiglu));
+        }
+        launch
+    }
+
     /// Runs the operations in their order, since the last reader of a tensor takes it, but planned
-    /// products from the codes. A family runs after all of its operands are read.
+    /// products from the codes. A family runs after all of its operands are read, then SwiGLU, and
+    /// at last tensors end.
     fn multiply(
         &self,
         planned: &[Option<Planned<'_>>],
-        family: Option<FamilyPlan>,
+        launch: &Launch<'_>,
         context: &mut Streams,
         fallback: Fallback<'_>,
     ) {
         let is_in = |views: &[Reshape], at| views.iter().any(|view| view.at == at);
+        let swiglu = self.pattern.swiglu.as_ref();
+        let comes_last = |at| {
+            let dropped = self.pattern.drops.iter().any(|dropped| dropped.at == at);
+            dropped || swiglu.is_some_and(|swiglu| swiglu.at == at)
+        };
         let (mut factors, mut of_family) = (None, Vec::new());
         for at in 0..self.pattern.len {
             let of_output = is_in(&self.pattern.views, at);
-            if of_output && family.is_some() {
+            let skipped = of_output && launch.family.is_some() || launch.skips(&self.pattern, at);
+            if skipped || comes_last(at) {
                 continue;
             }
             let owner = planned.iter().flatten().find(|planned| planned.has(at));
@@ -343,16 +417,18 @@ impl FusedProduct {
             let product = owner.product;
             if at == product.at {
                 let weight = packed(context, &owner.member.dequantize);
-                factors = Some((float(context, &product.matmul.lhs), weight));
+                let input = launch.norm.is_none().then(|| float(context, &product.matmul.lhs));
+                factors = Some((input, weight));
             }
             let Some((input, weight)) = factors.take_if(|_| at == product.end()) else { continue };
             let add = product.add.as_ref().filter(|_| owner.adds_bias);
             let bias = add.map(|add| float(context, &add.operation.rhs));
-            let operands = Operands { input, weight, bias };
-            if family.is_some() {
-                of_family.push(operands);
+            if launch.family.is_some() {
+                of_family.push((input, (weight, bias)));
                 continue;
             }
+            let input = input.expect("a norm joins families only");
+            let operands = Operands { input, weight, bias };
             let output = output(context, owner);
             let values = run(owner, operands, output.shape.clone(), context, &self.device);
             context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
@@ -360,19 +436,14 @@ impl FusedProduct {
                 fallback(at).run(context);
             }
         }
-        let Some(family) = family else { return };
-        let outputs: Vec<_> =
-            planned.iter().flatten().map(|planned| output(context, planned)).collect();
-        let shapes = outputs.iter().map(|output| output.shape.clone()).collect();
-        // Inputs are equal: reshapes of one tensor.
-        let hadamard = planned.iter().flatten().next().and_then(|first| first.hadamard);
-        let input = transformed(of_family[0].input.clone(), hadamard);
-        let weights = of_family.into_iter().map(|read| (read.weight, read.bias)).collect();
-        let values = matmul::run_family(&family, input, weights, shapes);
-        for (output, values) in outputs.into_iter().zip(values) {
-            context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
+        if let Some(family) = &launch.family {
+            multiply_family(family, launch, planned, of_family, context);
+            self.pattern.views.iter().for_each(|view| fallback(view.at).run(context));
         }
-        self.pattern.views.iter().for_each(|view| fallback(view.at).run(context));
+        let swiglu = swiglu.filter(|_| launch.swiglu.is_none()).map(|swiglu| swiglu.at);
+        let drops = self.pattern.drops.iter().map(|dropped| dropped.at);
+        let drops = drops.filter(|&at| !launch.skips(&self.pattern, at));
+        swiglu.into_iter().chain(drops).for_each(|at| fallback(at).run(context));
     }
 
     /// Dequantizes only the rows that are looked up. Returns `None` if blocks do not run along the
@@ -386,11 +457,14 @@ impl FusedProduct {
     ) -> Option<()> {
         let output = now(context, &select.out);
         let layout = layout(context, dequantize)?.of_rows(output.shape[0]).ok()?;
-        self.pattern.reshapes.iter().for_each(|reshape| fallback(reshape.at).run(context));
+        let norm = self.pattern.norm.iter().map(|norm| norm.at);
+        let reshapes = self.pattern.reshapes.iter().map(|reshape| reshape.at);
+        norm.chain(reshapes).for_each(|at| fallback(at).run(context));
         let rows = int(context, &select.indices);
         let packed = CubeBackend::fp4_select_rows(packed(context, dequantize), rows);
         let values = CubeBackend::fp4_dequantize(packed, layout, FloatDType::from(output.dtype));
         context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
+        self.pattern.drops.iter().for_each(|dropped| fallback(dropped.at).run(context));
         Some(())
     }
 }
@@ -433,8 +507,8 @@ fn plan(
     Some((planner.plan(m, &layout, output.dtype)?, layout.hadamard))
 }
 
-/// Plans all products as one launch, if there are several, a kernel takes them together, and none
-/// has an addition of its own. `last` holds the matmuls of the last call with their plan.
+/// Plans all products as one launch, if a kernel takes them together, and none has an adapter or an
+/// addition of its own. `last` holds the matmuls of the last call with their plan.
 fn family(
     planned: &[Option<Planned<'_>>],
     context: &Streams,
@@ -451,6 +525,7 @@ fn family(
         other.adds_bias == first.adds_bias
             && other.hadamard == first.hadamard
             && other.product.add.is_some() == other.adds_bias
+            && other.member.adapter.is_none()
             && by_row(other) == by_row(first)
     };
     if !planned.iter().all(alike) {
@@ -465,6 +540,54 @@ fn family(
         }
     }
 }
+
+/// Runs the products of a family in one launch, given the input and the weight of each, and stores
+/// what it makes.
+fn multiply_family(
+    family: &FamilyPlan,
+    launch: &Launch<'_>,
+    planned: &[Option<Planned<'_>>],
+    operands: Vec<(Option<CubeTensor>, WeightTensors)>,
+    context: &mut Streams,
+) {
+    let mut outputs: Vec<TensorIr> =
+        planned.iter().flatten().map(|planned| output(context, planned)).collect();
+    let (mut inputs, mut weights): (Vec<_>, Vec<_>) = operands.into_iter().unzip();
+    if let Some(swiglu) = launch.swiglu {
+        // The gate comes first.
+        weights.rotate_left(swiglu.gate);
+        outputs = vec![now(context, &swiglu.output)];
+    }
+    let (input, norm) = match launch.norm {
+        Some(Norm { operation, adds, .. }) => {
+            let mut read: Vec<_> =
+                operation.inputs.iter().map(|operand| float(context, operand)).collect();
+            let epsilon = operation.scalars.first().and_then(|&scale| scalar(context, scale));
+            let Some(ScalarIr::Float(epsilon)) = epsilon else { unreachable!("an f64") };
+            let weight = read.pop().expect("the weight comes last");
+            let update = adds.then(|| read.pop().expect("an update"));
+            let input = read.pop().expect("an input");
+            if *adds {
+                outputs.push(now(context, &operation.outputs[0]));
+            }
+            (input, Some(NormTensors { update, weight, epsilon: epsilon as f32 }))
+        }
+        // Inputs are equal: reshapes of one tensor.
+        None => {
+            let hadamard = planned.iter().flatten().next().and_then(|first| first.hadamard);
+            let input = inputs.swap_remove(0).expect("an input without a norm");
+            (transformed(input, hadamard), None)
+        }
+    };
+    let shapes = outputs.iter().map(|output| output.shape.clone()).collect();
+    let values = matmul::run_family(family, input, norm, weights, shapes);
+    for (output, values) in outputs.into_iter().zip(values) {
+        context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
+    }
+}
+
+/// A weight and its bias in this run.
+type WeightTensors = (Fp4Primitive<CubeBackend>, Option<CubeTensor>);
 
 /// Runs a planned product, as a tensor of a shape.
 fn run(

@@ -1,5 +1,6 @@
-//! The operations that are fused: for each weight of a family dequantization, an adapter and
-//! reshapes in between, the product or the lookup that reads the weight, and a bias.
+//! The operations that are fused: a norm, for each weight of a family dequantization, an adapter
+//! and reshapes in between, the product or the lookup that reads the weight, and a bias; and the
+//! SwiGLU of two products.
 
 use burn::backend::ir::{
     BaseOperationIr, BinaryOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr, NumericOperationIr,
@@ -10,20 +11,66 @@ use serde::{Deserialize, Serialize};
 /// Name that the extension's macro gives the operation.
 const DEQUANTIZE: &str = "fp4_dequantize";
 
+/// Names of the norms, and of the one that adds an update first.
+const NORM: &str = "decoder_rms_norm";
+const ADD_NORM: &str = "decoder_add_rms_norm";
+
+const SWIGLU: &str = "decoder_swiglu";
+
 /// Most weights of a family: queries, keys and values.
 const MAX_MEMBERS: usize = 3;
 
 /// The operations matched so far.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Pattern {
+    /// The norm before the products.
+    pub(super) norm: Option<Norm>,
     /// Weights that multiply one input. Only the last one's operations may be incomplete.
     pub(super) members: Vec<Member>,
     /// Reshapes of tensors that no member makes: of inputs, biases and indices.
     pub(super) reshapes: Vec<Reshape>,
     /// Views of outputs between the operations of members.
     pub(super) views: Vec<Reshape>,
+    pub(super) swiglu: Option<SwiGlu>,
+    /// Tensors that nothing reads anymore, in between.
+    pub(super) drops: Vec<Dropped>,
     /// Number of operations.
     pub(super) len: usize,
+}
+
+/// The end of a tensor, which may wait until all else has run.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Dropped {
+    /// Its position.
+    pub(super) at: usize,
+    pub(super) tensor: TensorId,
+}
+
+/// An RMSNorm, also of a sum.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Norm {
+    /// Its position.
+    pub(super) at: usize,
+    pub(super) operation: CustomOpIr,
+    /// True if it adds an update to its input first.
+    pub(super) adds: bool,
+}
+
+impl Norm {
+    /// Returns what the products read.
+    fn normalized(&self) -> Option<TensorId> {
+        self.operation.outputs.last().map(|output| output.id)
+    }
+}
+
+/// SwiGLU of the outputs of two members.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct SwiGlu {
+    /// Its position.
+    pub(super) at: usize,
+    /// Number of the member that makes the gate.
+    pub(super) gate: usize,
+    pub(super) output: TensorIr,
 }
 
 /// A reshape or a transpose, which changes no value.
@@ -31,8 +78,8 @@ pub(super) struct Pattern {
 pub(super) struct Reshape {
     /// Its position.
     pub(super) at: usize,
-    input: TensorId,
-    output: TensorId,
+    input: TensorIr,
+    pub(super) output: TensorId,
 }
 
 /// Operations of a weight: the only one of a pattern, or a member of a family of one input.
@@ -71,6 +118,11 @@ impl Product {
     pub(super) fn end(&self) -> usize {
         self.add.as_ref().map_or(self.at, |add| add.at)
     }
+
+    /// Returns its output, after the addition.
+    fn output(&self) -> &TensorIr {
+        self.add.as_ref().map_or(&self.matmul.out, |add| &add.operation.out)
+    }
 }
 
 /// Adds to the output; only `run` knows if the other operand is a bias.
@@ -96,8 +148,19 @@ pub(super) struct Adapter {
 impl Pattern {
     /// Matches the next operation. Returns false if it is not part of the pattern.
     pub(super) fn accept(&mut self, operation: &OperationIr) -> bool {
+        // Burn matches operations without a common tensor apart: this is a tensor of the pattern. A
+        // first one would only keep the stream waiting.
+        if let (OperationIr::Drop(tensor), 1..) = (operation, self.len) {
+            self.drops.push(Dropped { at: self.len, tensor: tensor.id });
+            self.len += 1;
+            return true;
+        }
         let accepted = match self.members.last() {
-            None => self.accept_dequantize(operation),
+            None => {
+                self.accept_norm(operation)
+                    || self.norm.is_some() && self.accept_reshape(operation)
+                    || self.accept_dequantize(operation)
+            }
             Some(member) if member.reader.is_some() => self.accept_follower(operation),
             Some(_) => self.accept_reshape(operation) || self.accept_reader(operation),
         };
@@ -108,15 +171,21 @@ impl Pattern {
     /// Returns true if the last operation completed the operations of a weight.
     pub(super) fn is_ready(&self) -> bool {
         let last = self.len.saturating_sub(1);
+        if let Some(swiglu) = &self.swiglu {
+            return swiglu.at == last;
+        }
         match self.members.last().and_then(|member| member.reader.as_ref()) {
             Some(Reader::Product(product)) => product.end() == last,
-            Some(Reader::Lookup(_)) => true,
+            Some(Reader::Lookup(_)) => self.drops.last().is_none_or(|drop| drop.at < last),
             None => false,
         }
     }
 
     /// Returns true if nothing can follow.
     pub(super) fn is_complete(&self) -> bool {
+        if self.swiglu.is_some() {
+            return true;
+        }
         match self.members.last().and_then(|member| member.reader.as_ref()) {
             Some(Reader::Product(product)) => product.add.is_some() && !self.takes_a_member(),
             Some(Reader::Lookup(_)) => true,
@@ -126,14 +195,84 @@ impl Pattern {
 
     /// Returns true if another weight may follow.
     fn takes_a_member(&self) -> bool {
-        self.members.len() < MAX_MEMBERS
+        self.swiglu.is_none()
+            && self.members.len() < MAX_MEMBERS
             && self.members.iter().all(|member| member.adapter.is_none())
     }
 
-    /// Returns true if the product of the last weight is matched, and another weight may follow.
+    /// Returns true if the norm or the product of the last weight is matched, and another weight
+    /// may follow.
     pub(super) fn awaits_a_member(&self) -> bool {
+        if self.members.is_empty() {
+            return self.norm.is_some();
+        }
         let reader = self.members.last().and_then(|member| member.reader.as_ref());
         matches!(reader, Some(Reader::Product(_))) && self.takes_a_member()
+    }
+
+    /// Returns true if nothing but the products reads what the norm makes, and nothing after them.
+    pub(super) fn keeps_norm(&self) -> bool {
+        let Some(normalized) = self.norm.as_ref().and_then(Norm::normalized) else { return false };
+        let products = || {
+            self.members.iter().filter_map(|member| match &member.reader {
+                Some(Reader::Product(product)) => Some(&product.matmul.lhs),
+                _ => None,
+            })
+        };
+        let reshapes =
+            || self.reshapes.iter().filter(|reshape| self.origin(reshape.output) == normalized);
+        // Itself and its reshapes: each ends here.
+        let is_kept = |tensor| {
+            let reads = products().chain(reshapes().map(|reshape| &reshape.input));
+            let mut reads = reads.filter(|read| read.id == tensor);
+            reads.any(|read| read.status == TensorStatus::ReadWrite)
+                || self.drops.iter().any(|drop| drop.tensor == tensor)
+        };
+        products().all(|input| self.origin(input.id) == normalized)
+            && is_kept(normalized)
+            && reshapes().all(|reshape| is_kept(reshape.output))
+    }
+
+    /// Returns true if a tensor is what the norm makes, or a reshape of it.
+    pub(super) fn is_of_norm(&self, tensor: TensorId) -> bool {
+        self.norm.as_ref().and_then(Norm::normalized) == Some(self.origin(tensor))
+    }
+
+    fn accept_norm(&mut self, operation: &OperationIr) -> bool {
+        let OperationIr::Custom(custom) = operation else { return false };
+        let adds = custom.id == ADD_NORM;
+        if self.norm.is_some() || !(adds || custom.id == NORM) {
+            return false;
+        }
+        self.norm = Some(Norm { at: self.len, operation: custom.clone(), adds });
+        true
+    }
+
+    /// Matches SwiGLU of two outputs that nothing else reads.
+    fn accept_swiglu(&mut self, operation: &OperationIr) -> bool {
+        let OperationIr::Custom(custom) = operation else { return false };
+        let ([gate, up], [output]) = (&custom.inputs[..], &custom.outputs[..]) else {
+            return false;
+        };
+        let outputs: Vec<&TensorIr> = self
+            .members
+            .iter()
+            .filter_map(|member| match &member.reader {
+                Some(Reader::Product(product)) => Some(product.output()),
+                _ => None,
+            })
+            .collect();
+        let [first, second] = outputs[..] else { return false };
+        if custom.id != SWIGLU || !self.views.is_empty() {
+            return false;
+        }
+        let of_gate = match () {
+            () if reads_last(gate, first) && reads_last(up, second) => 0,
+            () if reads_last(gate, second) && reads_last(up, first) => 1,
+            () => return false,
+        };
+        self.swiglu = Some(SwiGlu { at: self.len, gate: of_gate, output: output.clone() });
+        true
     }
 
     fn accept_dequantize(&mut self, operation: &OperationIr) -> bool {
@@ -175,7 +314,7 @@ impl Pattern {
             return false;
         }
         let to = if of_output { &mut self.views } else { &mut self.reshapes };
-        to.push(Reshape { at: self.len, input, output });
+        to.push(Reshape { at: self.len, input: reshaped.0.clone(), output });
         true
     }
 
@@ -194,16 +333,19 @@ impl Pattern {
     /// Returns the tensor that a reshape of the pattern has made this one from.
     fn origin(&self, tensor: TensorId) -> TensorId {
         let made = self.reshapes.iter().find(|reshape| reshape.output == tensor);
-        made.map_or(tensor, |reshape| self.origin(reshape.input))
+        made.map_or(tensor, |reshape| self.origin(reshape.input.id))
     }
 
-    /// Matches operations after a product: a bias, views of outputs, or another weight.
+    /// Matches operations after a product: a bias, views of outputs, another weight, or SwiGLU.
     fn accept_follower(&mut self, operation: &OperationIr) -> bool {
         let at = self.len;
+        if self.swiglu.is_some() {
+            return false;
+        }
         if let OperationIr::NumericFloat(_, NumericOperationIr::Add(add)) = operation {
             // An output is not there before the family has run, and its views read it later.
             let waits = self.is_output(add.rhs.id)
-                || self.views.iter().any(|view| view.input == add.lhs.id);
+                || self.views.iter().any(|view| view.input.id == add.lhs.id);
             let reader = self.members.last_mut().and_then(|member| member.reader.as_mut());
             let Some(Reader::Product(product)) = reader else { return false };
             let adds = !waits && product.add.is_none() && reads_last(&add.lhs, &product.matmul.out);
@@ -212,7 +354,7 @@ impl Pattern {
             }
             return adds;
         }
-        let follows = self.accept_reshape(operation);
+        let follows = self.accept_reshape(operation) || self.accept_swiglu(operation);
         follows || self.takes_a_member() && self.accept_dequantize(operation)
     }
 

@@ -8,7 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_fp4_cubecl::{
     AttentionHandles, Capability, PackedKv, Refusal, argmax, attend, attention_weights,
     check_flash_attention, check_prefill, dense_gemv, dequantize_heads, flash_attention, int8_gemv,
-    rms_norm, rotate_into_cache, sample,
+    rms_norm, rotate_into_cache, sample, swiglu,
 };
 use burn_fp4_search::host::{AttentionShape, KvFormat, SampleOptions};
 
@@ -31,6 +31,20 @@ impl DecoderBackend for CubeBackend {
     ) -> (CubeTensor, CubeTensor) {
         let (sums, normalized) = normalize(hidden, Some(update), weight, epsilon);
         (sums.expect("there is an update"), normalized)
+    }
+
+    fn decoder_swiglu(gate: CubeTensor, up: CubeTensor) -> CubeTensor {
+        let (gate, up) = (into_contiguous(gate), into_contiguous(up));
+        let shape = gate.meta.shape().clone();
+        let gated = swiglu(
+            &gate.client,
+            &decoder(&gate),
+            gate.handle.clone(),
+            up.handle,
+            shape.num_elements(),
+            kernel_dtype(gate.dtype),
+        );
+        output_tensor(&gate, gated.expect(CHECKED), shape, gate.dtype)
     }
 
     fn decoder_gemv(input: CubeTensor, weight: CubeTensor) -> CubeTensor {

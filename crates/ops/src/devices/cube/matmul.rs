@@ -31,7 +31,8 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, Dtype, FamilyPlan, Fp8Plan, Matmul, MatmulPlan, PackedHandles, Prefetch, Refusal,
+    Capability, Dtype, FamilyPlan, Fp8Plan, Matmul, MatmulPlan, NormOperands, PackedHandles,
+    Prefetch, Refusal,
 };
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
@@ -152,15 +153,32 @@ pub(crate) fn run(
     outputs.pop().expect("an output for each weight")
 }
 
+/// A norm before products, besides its input.
+pub(crate) struct NormTensors {
+    /// Added to the input first.
+    pub(crate) update: Option<CubeTensor>,
+    pub(crate) weight: CubeTensor,
+    pub(crate) epsilon: f32,
+}
+
 /// Runs planned products of one input with some weights, each with a bias or none with one, as
-/// tensors of some shapes; see [`run`].
+/// tensors of some shapes; see [`run`]. The sums of a norm with an update come last.
 pub(crate) fn run_family(
     family: &FamilyPlan,
     input: CubeTensor,
+    norm: Option<NormTensors>,
     weights: Vec<(Fp4Primitive<CubeBackend>, Option<CubeTensor>)>,
     shapes: Vec<Shape>,
 ) -> Vec<CubeTensor> {
-    let launch = |client: &Client, input, weights, next| family.run(client, weights, input, next);
+    let norm = norm.map(|NormTensors { update, weight, epsilon }| NormOperands {
+        update: update.map(|update| into_contiguous(update).handle),
+        weight: into_contiguous(weight).handle,
+        epsilon,
+    });
+    let launch = |client: &Client, input, weights, next| {
+        let found = family.run(client, weights, input, norm, next)?;
+        Ok(found.outputs.into_iter().chain(found.sums).collect())
+    };
     run_with(family.first(), input, weights, shapes, launch)
 }
 
@@ -299,6 +317,8 @@ pub struct FusedProducts {
     /// Groups of these that were found together in a stream of operations: products of one input,
     /// or one product. Kernels may run a group in one launch.
     pub groups: u64,
+    /// Norms and SwiGLUs that ran in the launch of a group.
+    pub joined: u64,
     /// Lookups of rows straight from the codes.
     pub lookups: u64,
     /// Products and lookups of a dequantized weight, because a dense product is faster, a plan
@@ -308,6 +328,7 @@ pub struct FusedProducts {
 
 pub(crate) static FUSED: AtomicU64 = AtomicU64::new(0);
 pub(crate) static GROUPS: AtomicU64 = AtomicU64::new(0);
+pub(crate) static JOINED: AtomicU64 = AtomicU64::new(0);
 pub(crate) static LOOKUPS: AtomicU64 = AtomicU64::new(0);
 pub(crate) static DENSE: AtomicU64 = AtomicU64::new(0);
 
@@ -323,6 +344,7 @@ pub fn fused_products() -> FusedProducts {
     FusedProducts {
         fused: FUSED.load(Ordering::Relaxed),
         groups: GROUPS.load(Ordering::Relaxed),
+        joined: JOINED.load(Ordering::Relaxed),
         lookups: LOOKUPS.load(Ordering::Relaxed),
         dense: DENSE.load(Ordering::Relaxed),
     }

@@ -1,0 +1,199 @@
+//! The input of `small_m.rs` in shared memory: copied step by step, or a row that is normalized
+//! (RMSNorm) as a whole before the first step.
+//!
+//! A product of one row that follows a norm computes the norm itself. Each cube then reads the row,
+//! its update and the weight of the norm, before the first codes, and normalizes while these are on
+//! their way. The bits are those of `decoder/norm.rs`: sums have its order.
+//!
+//! ```text
+//! load the row, its update and the weight                              (load_row)
+//! add the row and its update; the first cube stores the sums           (share_normalized)
+//! factor = 1 / sqrt(mean of squares + epsilon): units, planes, then planes in order
+//! shared memory = sums x factor x weight, in the order of decoded codes
+//! ```
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::plan::{NormPlan, SMALL_M_K_TILE};
+use crate::decoder::norm::{add_squares, scaled, sum_of};
+use crate::plan::{Conversion, UNITS};
+
+/// Values of a vector of the input.
+pub(super) const VECTOR: u32 = 8;
+/// Vectors of the input in a k tile.
+pub(super) const K_TILE_VECTORS: u32 = SMALL_M_K_TILE as u32 / VECTOR;
+/// Vectors between the four parts of a row of the input in shared memory. One vector of padding
+/// puts the eight lanes of two rows in different banks.
+pub(super) const QUARTER_STRIDE_PADDED: u32 = K_TILE_VECTORS / 4 + 1;
+/// Vectors between the rows of the input in shared memory.
+pub(super) const ROW_STRIDE_PADDED: u32 = 4 * QUARTER_STRIDE_PADDED;
+
+/// Operands of a norm in device memory, besides the row that it normalizes.
+#[derive(Debug, Clone)]
+pub struct NormOperands {
+    /// Added to the row first, in its shape; none if nothing is added.
+    pub update: Option<Handle>,
+    /// A factor for each channel.
+    pub weight: Handle,
+    /// Added to the mean of squares.
+    pub epsilon: f32,
+}
+
+/// A norm, as a kernel takes it.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct NormArgs<F: Float, V: Size> {
+    input: &'static [Vector<F, V>],
+    /// A dummy binding when nothing is added; never read.
+    update: &'static [Vector<F, V>],
+    weight: &'static [Vector<F, V>],
+    /// The row plus the update; not written when nothing is added.
+    sums: &'static mut [Vector<F, V>],
+    epsilon: f32,
+}
+
+impl<F: Float, V: Size> NormArgsLaunch<F, V> {
+    /// Returns the argument for a row of `k` values.
+    ///
+    /// # Safety
+    /// All handles hold a row.
+    pub(super) unsafe fn of(norm: NormOperands, input: Handle, sums: Handle, k: usize) -> Self {
+        let NormOperands { update, weight, epsilon } = norm;
+        let update = update.unwrap_or_else(|| input.clone());
+        let vectors = k / VECTOR as usize;
+        // SAFETY: as above.
+        let [input, update, weight, sums] = [input, update, weight, sums]
+            .map(|handle| unsafe { BufferArg::from_raw_parts(handle, vectors) });
+        Self::new(input, update, weight, sums, epsilon)
+    }
+}
+
+/// Stores a vector of the input in shared memory: `from` is the place of its k tile.
+#[cube]
+pub(super) fn share<X: Size>(
+    shared: &mut [Vector<u32, X>],
+    from: u32,
+    row: u32,
+    vector: u32,
+    values: Vector<u32, X>,
+) {
+    let to = from + row * ROW_STRIDE_PADDED + vector / 8 * QUARTER_STRIDE_PADDED + vector % 8;
+    shared[to as usize] = pairs::<X>(values);
+}
+
+/// Returns eight values in the order in which codes are decoded, each with the fourth after it.
+#[cube]
+fn pairs<X: Size>(values: Vector<u32, X>) -> Vector<u32, X> {
+    let mut pairs = Vector::<u32, X>::empty();
+    #[unroll]
+    for half in 0..2usize {
+        let (low, high) = (values.extract(half), values.extract(comptime!(half + 2)));
+        pairs.insert(comptime!(2 * half), (low & 0xFFFFu32) | (high << 16u32));
+        pairs.insert(comptime!(2 * half + 1), (low >> 16u32) | (high & 0xFFFF_0000u32));
+    }
+    pairs
+}
+
+/// Vectors of a row that is normalized, in the registers of a unit.
+#[derive(CubeType)]
+pub(super) struct NormRow<F: Float, V: Size> {
+    values: Array<Vector<F, V>>,
+    updates: Array<Vector<F, V>>,
+    weights: Array<Vector<F, V>>,
+}
+
+impl NormPlan {
+    /// Returns how many units of a cube of `UNITS` one of a cube of `units` stands for, and the
+    /// vectors of each.
+    const fn turns(&self, units: u32) -> (u32, u32) {
+        (UNITS / units, self.vectors.div_ceil(UNITS))
+    }
+}
+
+/// Loads the row. Vectors beyond the last repeat it.
+#[cube]
+pub(super) fn load_row<F: Float, V: Size>(
+    norm: &NormArgs<F, V>,
+    #[comptime] plan: NormPlan,
+    #[comptime] units: u32,
+) -> NormRow<F, V> {
+    let (stands_for, turns) = comptime!(plan.turns(units));
+    let count = comptime!((stands_for * turns) as usize);
+    let mut values = Array::<Vector<F, V>>::new(count);
+    let mut updates = Array::<Vector<F, V>>::new(count);
+    let mut weights = Array::<Vector<F, V>>::new(count);
+    #[unroll]
+    for index in 0..comptime!(stands_for * turns) {
+        let first = comptime!(index / turns * units + index % turns * UNITS);
+        let at = min(UNIT_POS + first, comptime!(plan.vectors - 1)) as usize;
+        values[index as usize] = norm.input[at];
+        if comptime!(plan.adds) {
+            updates[index as usize] = norm.update[at];
+        }
+        weights[index as usize] = norm.weight[at];
+    }
+    NormRow::<F, V> { values, updates, weights }
+}
+
+/// Stores the normalized row in shared memory, one k tile after the other. The first cube also
+/// stores the sums.
+#[cube]
+#[allow(clippy::collapsible_if, reason = "outer conditions are those of the compilation")]
+pub(super) fn share_normalized<F: Float, V: Size, X: Size>(
+    norm: &mut NormArgs<F, V>,
+    row: &mut NormRow<F, V>,
+    shared: &mut [Vector<u32, X>],
+    #[comptime] plan: NormPlan,
+    #[comptime] units: u32,
+    #[comptime] conversion: Conversion,
+) {
+    let (stands_for, turns) = comptime!(plan.turns(units));
+    let vectors = comptime!(plan.vectors);
+    let mut of_planes = Shared::<[f32]>::new_slice(comptime!((UNITS / 32) as usize));
+    #[unroll]
+    for unit in 0..stands_for {
+        let mut squares = 0.0f32.runtime();
+        #[unroll]
+        for turn in 0..turns {
+            let index = comptime!((unit * turns + turn) as usize);
+            let at = UNIT_POS + comptime!(unit * units + turn * UNITS);
+            if comptime!(plan.adds) {
+                let (values, updates) = (row.values[index], row.updates[index]);
+                row.values[index] = sum_of::<F, V>(values, updates, VECTOR, conversion);
+            }
+            if at < vectors {
+                if comptime!(plan.adds) {
+                    if CUBE_POS == 0 {
+                        norm.sums[at as usize] = row.values[index];
+                    }
+                }
+                squares = add_squares::<F, V>(squares, row.values[index], VECTOR);
+            }
+        }
+        let of_plane = plane_sum(squares);
+        let lane = UNIT_POS % 32;
+        if lane == 0 {
+            of_planes[(UNIT_POS / 32 + comptime!(unit * units / 32)) as usize] = of_plane;
+        }
+    }
+    sync_cube();
+    let mut sum = of_planes[0];
+    #[unroll]
+    for plane in 1..comptime!(UNITS / 32) {
+        sum += of_planes[plane as usize];
+    }
+    let mean = sum / f32::cast_from(comptime!(plan.vectors * VECTOR));
+    let factor = 1.0f32 / (mean + norm.epsilon).sqrt();
+    #[unroll]
+    for index in 0..comptime!(stands_for * turns) {
+        let at = UNIT_POS + comptime!(index / turns * units + index % turns * UNITS);
+        if at < vectors {
+            let (values, weights) = (row.values[index as usize], row.weights[index as usize]);
+            let normalized = scaled::<F, V>(values, weights, factor, VECTOR, conversion);
+            let from = at / K_TILE_VECTORS * ROW_STRIDE_PADDED;
+            let words = Vector::<u32, X>::reinterpret(normalized);
+            share::<X>(shared, from, 0u32.runtime(), at % K_TILE_VECTORS, words);
+        }
+    }
+    sync_cube();
+}

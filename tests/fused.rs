@@ -331,103 +331,182 @@ impl Mlp {
     }
 }
 
-/// A norm of one row and SwiGLU run in the launch of the products between them, if nothing else
-/// reads what they read.
+/// A row or some rows, and layers that read them after a norm.
+struct NormCase {
+    what: String,
+    rows: usize,
+    hidden: Tensor<3>,
+    update: Tensor<3>,
+    mlp: Mlp,
+    square: Linear,
+    /// Sums of the norm, and normalized sums.
+    sums: Vec<f32>,
+    normed: Tensor<3>,
+    /// Norms that join a launch, and SwiGLUs.
+    of_row: u64,
+    of_few: u64,
+}
+
+impl NormCase {
+    fn all() -> Vec<Self> {
+        let mut cases = Vec::new();
+        for (name, device, dtypes) in cube_devices() {
+            for (&dtype, bias) in dtypes.iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+                let joins = name == "cuda" && dtype != DType::F32;
+                // Elsewhere 40 rows are multiplied dense.
+                for rows in [1, 3, 40].into_iter().filter(|&rows| joins || rows < 40) {
+                    let values = |seed| random(seed, [1, rows, 512], &device).cast(dtype);
+                    let mut square = linear(512, 512, false, dtype, &device);
+                    square.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
+                    floats(square.weight.val());
+                    let mut case = Self {
+                        what: format!("{name} {dtype:?} bias {bias} rows {rows}"),
+                        rows,
+                        hidden: values(35),
+                        update: values(36),
+                        mlp: Mlp::new(512, 64, bias, dtype, &device),
+                        square,
+                        sums: Vec::new(),
+                        normed: values(35),
+                        of_row: u64::from(joins && rows == 1),
+                        of_few: u64::from(joins && rows <= 16),
+                    };
+                    let [sums, normed] = case.norm();
+                    floats(normed.clone());
+                    (case.sums, case.normed) = (floats(sums), normed);
+                    cases.push(case);
+                }
+            }
+        }
+        cases
+    }
+
+    /// Multiplies before a norm: the product runs, and the norm waits.
+    fn before(&self) {
+        drop(self.square.forward(self.hidden.clone()));
+    }
+
+    fn norm(&self) -> [Tensor<3>; 2] {
+        add_rms_norm(self.hidden.clone(), self.update.clone(), self.mlp.gamma.clone(), 1e-5)
+    }
+
+    /// Returns the normalized input, without an update.
+    fn plain(&self) -> Tensor<3> {
+        let plain = rms_norm(self.hidden.clone(), self.mlp.gamma.clone(), 1e-5);
+        floats(plain.clone());
+        plain
+    }
+}
+
+/// Counts the fused products of a closure, and what joins them.
+fn joined(run: impl FnOnce() -> Vec<Vec<f32>>) -> (Vec<Vec<f32>>, u64, u64) {
+    let before = fused_products().joined;
+    let (found, counts) = counted(run);
+    (found, counts.fused, fused_products().joined - before)
+}
+
+/// A norm of one row and SwiGLU run in the launch of the products between them.
 #[test]
 fn norms_and_swiglu_join_families() {
     let _alone = alone();
-    for (name, device, dtypes) in cube_devices() {
-        for (&dtype, bias) in dtypes.iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
-            let mlp = Mlp::new(512, 64, bias, dtype, &device);
-            let joins = name == "cuda" && dtype != DType::F32;
-            let square = cast(seeded(LinearConfig::new(512, 512).init(&device), 34), dtype);
-            // Elsewhere 40 rows are multiplied dense.
-            for rows in [1, 3, 40].into_iter().filter(|&rows| joins || rows < 40) {
-                let what = format!("{name} {dtype:?} bias {bias} rows {rows}");
-                let values = |seed| random(seed, [1, rows, 512], &device).cast(dtype);
-                let (hidden, update) = (values(35), values(36));
-                let gamma = || mlp.gamma.clone();
-                let norm = || add_rms_norm(hidden.clone(), update.clone(), gamma(), 1e-5);
-                let [sums, normed] = norm().map(|values| {
-                    floats(values.clone());
-                    values
-                });
-                // A product before the norm: what it waits for runs, and the norm waits.
-                let mut before = square.clone();
-                before.quantize_fp4(&Fp4Config::nvfp4()).unwrap();
-                floats(before.weight.val());
-                let joined = |run: &dyn Fn() -> Vec<Vec<f32>>| {
-                    let before = fused_products().joined;
-                    let (found, counts) = counted(run);
-                    (found, counts.fused, fused_products().joined - before)
-                };
-                let of_row = u64::from(joins && rows == 1);
-                let of_few = u64::from(joins && rows <= 16);
+    for case in NormCase::all() {
+        let (found, products, joins) = joined(|| {
+            case.before();
+            let [sums, normed] = case.norm();
+            let (gate, up) = (case.mlp.gate.forward(normed.clone()), case.mlp.up.forward(normed));
+            [sums, swiglu(gate, up)].map(floats).into()
+        });
+        assert_eq!((products, joins), (3, case.of_row + case.of_few), "{}", case.what);
+        assert_eq!(found[0], case.sums, "{}", case.what);
+        case.mlp.assert_near(&case.what, &case.normed, &found[1]);
 
-                let (found, products, joins) = joined(&|| {
-                    let _ = before.forward(hidden.clone());
-                    let [sums, normed] = norm();
-                    let (gate, up) = (mlp.gate.forward(normed.clone()), mlp.up.forward(normed));
-                    [sums, swiglu(gate, up)].map(floats).into()
-                });
-                assert_eq!((products, joins), (3, of_row + of_few), "{what}");
-                assert_eq!(found[0], floats(sums.clone()), "{what}");
-                mlp.assert_near(&what, &normed, &found[1]);
+        // Without an update, and the other way around.
+        let plain = case.plain();
+        let (found, products, joins) = joined(|| {
+            case.before();
+            let normed = rms_norm(case.hidden.clone(), case.mlp.gamma.clone(), 1e-5);
+            let (up, gate) = (case.mlp.up.forward(normed.clone()), case.mlp.gate.forward(normed));
+            vec![floats(swiglu(gate, up))]
+        });
+        assert_eq!((products, joins), (3, case.of_row + case.of_few), "{}", case.what);
+        case.mlp.assert_near(&case.what, &plain, &found[0]);
 
-                // Without an update, and the other way around.
-                let plain = rms_norm(hidden.clone(), gamma(), 1e-5);
-                floats(plain.clone());
-                let (found, products, joins) = joined(&|| {
-                    let _ = before.forward(hidden.clone());
-                    let normed = rms_norm(hidden.clone(), gamma(), 1e-5);
-                    let (up, gate) = (mlp.up.forward(normed.clone()), mlp.gate.forward(normed));
-                    vec![floats(swiglu(gate, up))]
-                });
-                assert_eq!((products, joins), (3, of_row + of_few), "{what}");
-                mlp.assert_near(&what, &plain, &found[0]);
+        // A layer alone after the norm.
+        let (found, products, joins) = joined(|| {
+            case.before();
+            let [sums, normed] = case.norm();
+            let gate = case.mlp.gate.forward(normed);
+            [sums, gate].map(floats).into()
+        });
+        assert_eq!((products, joins), (2, case.of_row), "{}", case.what);
+        assert_eq!(found[0], case.sums, "{}", case.what);
+        assert_product(&case.what, &case.mlp.gate, &case.normed, found[1].clone());
+    }
+}
 
-                // What else is read: the normalized values, or the gate.
-                let (found, products, joins) = joined(&|| {
-                    let _ = before.forward(hidden.clone());
-                    let [_, normed] = norm();
-                    let (gate, up) =
-                        (mlp.gate.forward(normed.clone()), mlp.up.forward(normed.clone()));
-                    [swiglu(gate, up), normed].map(floats).into()
-                });
-                assert_eq!((products, joins), (3, of_few), "{what}");
-                assert_eq!(found[1], floats(normed.clone()), "{what}");
-                mlp.assert_near(&what, &normed, &found[0]);
-                let (found, products, joins) = joined(&|| {
-                    let _ = before.forward(hidden.clone());
-                    let [_, normed] = norm();
-                    let (gate, up) = (mlp.gate.forward(normed.clone()), mlp.up.forward(normed));
-                    [swiglu(gate.clone(), up), gate].map(floats).into()
-                });
-                assert_eq!((products, joins), (3, of_row), "{what}");
-                assert_product(&what, &mlp.gate, &normed, found[1].clone());
-                mlp.assert_near(&what, &normed, &found[0]);
+/// They do not if anything else reads the tensors between.
+#[test]
+fn norms_and_swiglu_that_others_read_run_alone() {
+    let _alone = alone();
+    for case in NormCase::all() {
+        // The normalized values or the gate are read by others, too.
+        let (found, products, joins) = joined(|| {
+            case.before();
+            let [_, normed] = case.norm();
+            let (gate, up) =
+                (case.mlp.gate.forward(normed.clone()), case.mlp.up.forward(normed.clone()));
+            [swiglu(gate, up), normed].map(floats).into()
+        });
+        assert_eq!((products, joins), (3, case.of_few), "{}", case.what);
+        assert_eq!(found[1], floats(case.normed.clone()), "{}", case.what);
+        case.mlp.assert_near(&case.what, &case.normed, &found[0]);
+        let (found, products, joins) = joined(|| {
+            case.before();
+            let [_, normed] = case.norm();
+            let (gate, up) = (case.mlp.gate.forward(normed.clone()), case.mlp.up.forward(normed));
+            [swiglu(gate.clone(), up), gate].map(floats).into()
+        });
+        assert_eq!((products, joins), (3, case.of_row), "{}", case.what);
+        assert_product(&case.what, &case.mlp.gate, &case.normed, found[1].clone());
+        case.mlp.assert_near(&case.what, &case.normed, &found[0]);
 
-                // A layer alone after the norm, and a norm that no product follows.
-                let (found, products, joins) = joined(&|| {
-                    let _ = before.forward(hidden.clone());
-                    let [sums, normed] = norm();
-                    let gate = mlp.gate.forward(normed);
-                    [sums, gate].map(floats).into()
-                });
-                assert_eq!((products, joins), (2, of_row), "{what}");
-                assert_eq!(found[0], floats(sums.clone()), "{what}");
-                assert_product(&what, &mlp.gate, &normed, found[1].clone());
-                let (found, products, joins) = joined(&|| {
-                    let _ = before.forward(hidden.clone());
-                    let [sums, normed] = norm();
-                    let doubled = normed.clone() * 2.0;
-                    [sums, normed, doubled].map(floats).into()
-                });
-                assert_eq!((products, joins), (1, 0), "{what}");
-                assert_eq!(found[1], floats(normed.clone()), "{what}");
-                assert!(found[2].iter().zip(&found[1]).all(|(two, one)| *two == 2.0 * one));
-            }
+        // The residual stream is added to a product, or reshaped before one: the norm runs
+        // first.
+        let (found, products, joins) = joined(|| {
+            case.before();
+            let residual = case.hidden.clone() * 1.0;
+            let _ = floats(residual.clone());
+            case.before();
+            let normed = rms_norm(residual.clone(), case.mlp.gamma.clone(), 1e-5);
+            vec![floats(case.square.forward(normed) + residual)]
+        });
+        assert_eq!((products, joins), (3, 0), "{}", case.what);
+        let (exact, sizes) = expected(&case.square, &case.plain());
+        for (at, &found) in found[0].iter().enumerate() {
+            let residual = f64::from(floats(case.hidden.clone())[at]);
+            let far = (f64::from(found) - exact[at] - residual).abs();
+            assert!(far <= 0.02 * (sizes[at] + residual.abs()), "{} {at}: {found}", case.what);
         }
+        let (found, products, joins) = joined(|| {
+            case.before();
+            let [sums, normed] = case.norm();
+            let reshaped = sums.reshape([case.rows, 512]);
+            [floats(case.mlp.gate.forward(normed)), floats(reshaped)].into()
+        });
+        assert_eq!((products, joins), (2, 0), "{}", case.what);
+        assert_product(&case.what, &case.mlp.gate, &case.normed, found[0].clone());
+        assert_eq!(found[1], case.sums, "{}", case.what);
+
+        // No product follows.
+        let (found, products, joins) = joined(|| {
+            case.before();
+            let [sums, normed] = case.norm();
+            let doubled = normed.clone() * 2.0;
+            [sums, normed, doubled].map(floats).into()
+        });
+        assert_eq!((products, joins), (1, 0), "{}", case.what);
+        assert_eq!(found[1], floats(case.normed.clone()), "{}", case.what);
+        assert!(found[2].iter().zip(&found[1]).all(|(two, one)| *two == 2.0 * one));
     }
 }
 

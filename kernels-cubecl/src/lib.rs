@@ -61,7 +61,7 @@
 //! | `memory.rs` | [`PackedHandles`]: packed tensors in device memory; checks of its length   |
 //! | `search/`   | choice of the block scales, a file per method                              |
 //! | `gptq/`     | codes that compensate each other's rounding errors                         |
-//! | `decoder/`  | a decoder besides its quantized matmuls: norms, attention, tokens          |
+//! | `decoder/`  | a decoder besides its matmuls: norms, attention, SwiGLU, tokens            |
 //! | `instructions/` | WGMMA: matrix instructions of Hopper, as PTX and emulated              |
 //! | `matmul/`   | matmuls with a packed weight: GEMV, small M, MMA, WGMMA; kernels for wgpu  |
 //!

@@ -234,6 +234,10 @@ struct Plan {
     vector: u32,
     /// Units per channel of the cube that adds the tiles.
     parts: u32,
+    /// True if units take the token's own key and value from shared memory and the operands, and
+    /// load what needs no position while the position is loaded. On wgpu a barrier does not order
+    /// the cache's memory; CubeCL's CPU runtime compiles no vectors of bf16 that wait.
+    keeps_own: bool,
     /// Format of the cache; none of a dense one.
     format: Option<KvFormat>,
     conversion: Conversion,
@@ -290,7 +294,19 @@ impl Plan {
         let parts = most_parts.clamp(1, 8);
         let groups = (heads / kv_heads) as u32 / queries;
         let (plane, conversion) = (device.plane, Conversion::to(dtype, device));
-        Self { units, plane, tile, queries, groups, head_dim, vector, parts, format, conversion }
+        Self {
+            units,
+            plane,
+            tile,
+            queries,
+            groups,
+            head_dim,
+            vector,
+            parts,
+            keeps_own: device.portable.is_some() || device.plane > 1,
+            format,
+            conversion,
+        }
     }
 
     /// Vectors of a head.
@@ -327,7 +343,8 @@ impl Plan {
         let queries = self.queries * (self.head_dim + self.tile);
         // With the largest magnitudes of the blocks of a packed key and value.
         let own = match self.format {
-            None => self.head_dim,
+            None if self.keeps_own => self.head_dim,
+            None => 0,
             Some(_) => 2 * (self.head_dim + self.head_dim / KV_BLOCK as u32),
         };
         4 * (self.shared() + queries + own) as usize
@@ -444,8 +461,7 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     let start = CUBE_POS_X * tile;
     let (kv_head, group) = (CUBE_POS_Y / groups, CUBE_POS_Y % groups);
     let key_head = CUBE_POS_Z * (CUBE_COUNT_Y / groups) + kv_head;
-    let first_query =
-        (CUBE_POS_Z * (CUBE_COUNT_Y / groups) + kv_head) * comptime!(groups * rows) + group * rows;
+    let first_query = key_head * comptime!(groups * rows) + group * rows;
     let first_head = key_head * capacity;
     let cached = first_head * columns;
     let angles = position * comptime!(head_dim / 2);
@@ -454,18 +470,27 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     let column = UNIT_POS % columns;
     let place = UNIT_POS / columns;
 
-    // What needs no position is loaded while the position is.
-    let own_pair = key_head * columns + UNIT_POS % half;
-    let own_halves = (keys[own_pair as usize], keys[(own_pair + half) as usize]);
-    let own_value = values[(key_head * columns + column) as usize];
-    let turn = min(UNIT_POS, comptime!(rows * half - 1));
-    let query_pair = (first_query + turn / half) * columns + turn % half;
-    let query_halves = (queries[query_pair as usize], queries[(query_pair + half) as usize]);
+    let keeps_own = comptime!(plan.keeps_own);
+    let mut early = Sequence::<Vector<F, N>>::new();
+    if comptime!(keeps_own) {
+        let own = key_head * columns + UNIT_POS % half;
+        early.push(keys[own as usize]);
+        early.push(keys[(own + half) as usize]);
+        early.push(values[(key_head * columns + column) as usize]);
+        let turn = min(UNIT_POS, comptime!(rows * half - 1));
+        let query = (first_query + turn / half) * columns + turn % half;
+        early.push(queries[query as usize]);
+        early.push(queries[(query + half) as usize]);
+    }
     if start > position {
         terminate!();
     }
 
-    let own_len = comptime!(if format.is_some() { 2 * head_dim } else { head_dim });
+    let own_len = comptime!(match (format, keeps_own) {
+        (Some(_), _) => 2 * head_dim,
+        (None, true) => head_dim,
+        (None, false) => 1,
+    });
     let mut own_key = Shared::<[f32]>::new_slice(comptime!(own_len as usize));
     let is_last = position - start < tile;
     if let Some(format) = comptime!(format) {
@@ -488,6 +513,31 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
         }
     }
 
+    let own_place = cached + position * columns + UNIT_POS;
+    let own_angle = angles + UNIT_POS % half * vector;
+    if comptime!(format.is_none() && !keeps_own) {
+        if is_last {
+            let at = key_head * columns + UNIT_POS;
+            if UNIT_POS < half {
+                let (first, second) = (keys[at as usize], keys[(at + half) as usize]);
+                store_own_key::<F, N, C, W>(
+                    first,
+                    second,
+                    cos,
+                    sin,
+                    own_angle,
+                    key_cache,
+                    own_place,
+                    &mut own_key,
+                    plan,
+                );
+            }
+            if UNIT_POS < columns {
+                value_cache[own_place as usize] = Vector::<C, W>::cast_from(values[at as usize]);
+            }
+            sync_cube();
+        }
+    }
     let mut loaded_keys = Array::<Vector<C, W>>::new(comptime!(steps as usize));
     let mut loaded_values = Array::<Vector<C, W>>::new(comptime!(steps as usize));
     // Scales of packed keys and values.
@@ -505,55 +555,55 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
             scales_of_values[index as usize] = kv_scale::<S>(value_scales[scale], format);
         }
     }
-    if comptime!(format.is_none()) {
+    if comptime!(format.is_none() && keeps_own) {
         if is_last && UNIT_POS < columns {
-            let to = cached + position * columns + UNIT_POS;
-            value_cache[to as usize] = Vector::<C, W>::cast_from(own_value);
+            value_cache[own_place as usize] = Vector::<C, W>::cast_from(*early.index(2usize));
             if UNIT_POS < half {
-                let (first, second) = own_halves;
-                let angle = angles + UNIT_POS * vector;
-                let (low, high) = rotated::<F, N>(first, second, cos, sin, angle, vector);
-                let rotated = to_vector::<F, N>(&low, vector, conversion);
-                key_cache[to as usize] = Vector::<C, W>::cast_from(rotated);
-                let rotated = to_vector::<F, N>(&high, vector, conversion);
-                key_cache[(to + half) as usize] = Vector::<C, W>::cast_from(rotated);
-                #[unroll]
-                for index in 0..vector {
-                    let to = UNIT_POS * vector + index;
-                    own_key[to as usize] = low[index as usize];
-                    own_key[(to + comptime!(head_dim / 2)) as usize] = high[index as usize];
-                }
+                store_own_key::<F, N, C, W>(
+                    *early.index(0usize),
+                    *early.index(1usize),
+                    cos,
+                    sin,
+                    own_angle,
+                    key_cache,
+                    own_place,
+                    &mut own_key,
+                    plan,
+                );
             }
         }
     }
 
     let scale = 1.0f32 / f32::cast_from(head_dim).sqrt();
     let mut rotated_queries = Shared::<[f32]>::new_slice(comptime!((rows * head_dim) as usize));
-    let mut at = UNIT_POS;
-    while at < comptime!(rows * half) {
-        let (row, pair) = (at / half, at % half);
-        let (mut first, mut second) = query_halves;
-        if at >= units {
+    #[unroll]
+    for turn in 0..comptime!((rows * half).div_ceil(units)) {
+        let at = UNIT_POS + comptime!(turn * units);
+        if at < comptime!(rows * half) {
+            let (row, pair) = (at / half, at % half);
             let from = (first_query + row) * columns + pair;
-            first = queries[from as usize];
-            second = queries[(from + half) as usize];
+            let (first, second) = if comptime!(keeps_own && turn == 0) {
+                (*early.index(3usize), *early.index(4usize))
+            } else {
+                (queries[from as usize], queries[(from + half) as usize])
+            };
+            let angle = angles + pair * vector;
+            let (low, high) = rotated::<F, N>(first, second, cos, sin, angle, vector);
+            // Columns of one channel are side by side, as units read them.
+            #[unroll]
+            for index in 0..vector {
+                let to = (row * vector + index) * columns + pair;
+                rotated_queries[to as usize] = low[index as usize] * scale;
+                rotated_queries[(to + half) as usize] = high[index as usize] * scale;
+            }
         }
-        let (low, high) = rotated::<F, N>(first, second, cos, sin, angles + pair * vector, vector);
-        // Columns of one channel are side by side, as units read them.
-        #[unroll]
-        for index in 0..vector {
-            let to = (row * vector + index) * columns + pair;
-            rotated_queries[to as usize] = low[index as usize] * scale;
-            rotated_queries[(to + half) as usize] = high[index as usize] * scale;
-        }
-        at += units;
     }
     sync_cube();
-    if comptime!(format.is_none()) {
+    if comptime!(format.is_none() && keeps_own) {
         // The token's own key and value: the cache may not show them yet.
         #[unroll]
         for index in 0..steps {
-            if start + place + comptime!(index * step) >= position {
+            if is_last && start + place + comptime!(index * step) >= position {
                 let mut own = Array::<f32>::new(comptime!(vector as usize));
                 #[unroll]
                 for channel in 0..vector {
@@ -561,7 +611,7 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
                 }
                 let own = to_vector::<F, N>(&own, vector, conversion);
                 loaded_keys[index as usize] = Vector::<C, W>::cast_from(own);
-                loaded_values[index as usize] = Vector::<C, W>::cast_from(own_value);
+                loaded_values[index as usize] = Vector::<C, W>::cast_from(*early.index(2usize));
             }
         }
     }
@@ -701,6 +751,37 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
         let to = ((first_query + row) * tiles + CUBE_POS_X) * head_dim + slot;
         partial[to as usize] = sum;
         at += units;
+    }
+}
+
+/// Rotates the halves of the new key, and stores them in the cache and, where units keep it, in
+/// shared memory. A unit takes a vector of the first half, whose place in the cache is `to`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn store_own_key<F: Float, N: Size, C: Numeric, W: Size>(
+    first: Vector<F, N>,
+    second: Vector<F, N>,
+    cos: &[f32],
+    sin: &[f32],
+    angle: u32,
+    key_cache: &mut [Vector<C, W>],
+    to: u32,
+    own_key: &mut Shared<[f32]>,
+    #[comptime] plan: Plan,
+) {
+    let Plan { head_dim, vector, conversion, .. } = comptime!(plan);
+    let (low, high) = rotated::<F, N>(first, second, cos, sin, angle, vector);
+    let rounded = to_vector::<F, N>(&low, vector, conversion);
+    key_cache[to as usize] = Vector::<C, W>::cast_from(rounded);
+    let rounded = to_vector::<F, N>(&high, vector, conversion);
+    key_cache[(to + comptime!(plan.columns() / 2)) as usize] = Vector::<C, W>::cast_from(rounded);
+    if comptime!(plan.keeps_own) {
+        #[unroll]
+        for index in 0..vector {
+            let to = UNIT_POS * vector + index;
+            own_key[to as usize] = low[index as usize];
+            own_key[(to + comptime!(head_dim / 2)) as usize] = high[index as usize];
+        }
     }
 }
 

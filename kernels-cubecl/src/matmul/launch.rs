@@ -297,14 +297,14 @@ impl FamilyPlan {
     }
 
     /// Returns the plan with an RMSNorm of the input before the matmuls, after an addition if
-    /// `adds`, or `None` if the input has several rows or a long one: a launch of
-    /// [`rms_norm`](crate::rms_norm) is as fast then. The bits are its bits.
+    /// `adds`, or `None` if the input has several rows, or one that the registers of a cube do not
+    /// hold. The bits are those of [`rms_norm`](crate::rms_norm).
     #[must_use]
     pub fn with_norm(&self, adds: bool) -> Option<Self> {
         let norm = NormPlan::of(self.first.k, self.launch.units(), adds);
         let norm = norm.filter(|_| self.first.m == 1)?;
         let launch = SmallM { norm: Some(norm), ..self.launch };
-        Some(Self { launch, others: self.others.clone(), ..*self })
+        Some(Self { launch, ..self.clone() })
     }
 
     /// Returns the plan with SwiGLU of its outputs, `silu(first) x second`, or `None` unless there
@@ -313,7 +313,7 @@ impl FamilyPlan {
     pub fn with_swiglu(&self) -> Option<Self> {
         let launch = SmallM { gated: true, ..self.launch };
         let two = self.others == [self.first.n];
-        two.then(|| Self { launch, others: self.others.clone(), ..*self })
+        two.then(|| Self { launch, ..self.clone() })
     }
 
     /// Returns the number of outputs.
@@ -323,7 +323,7 @@ impl FamilyPlan {
 
     /// Computes the products of an input `[m, k]` with all weights, an output `[m, n]` each; see
     /// [`MatmulPlan::run`]. All weights have one tensor scale, or one per packed row. All have a
-    /// bias `[n]`, or none. `norm` is there if the plan has one, with an update if it adds.
+    /// bias `[n]`, or none. `norm` must match the plan.
     ///
     /// ```no_run
     /// use burn_fp4_cubecl::cubecl::Device;

@@ -25,14 +25,14 @@
 //!         add the sums of the planes along k; epilogue                 (store_sums)
 //! ```
 //!
-//! With SwiGLU a plane has eight rows of the gate and the same eight of the values. The epilogue of
-//! an n tile then has both: `silu(gate) x value`, each rounded before.
+//! With SwiGLU a plane has eight rows of the weight of the gate and the same eight of the other, so
+//! that the epilogue of an n tile has both: `silu(gate) x up`, each rounded before.
 //!
 //! Loads go on from one n tile to the next, so that memory does not idle in between. The input in
-//! shared memory is in the order of decoded codes. To share a small input as a whole before
-//! the first step took longer than to load it again with each n tile. Each weight has a main loop
-//! of its own: if one loop loaded either of two weights into the same registers, the second load
-//! would wait for the first.
+//! shared memory is in the order of decoded codes. Without a norm, to share a small input as a
+//! whole before the first step took longer than to load it again with each n tile. Each weight has
+//! a main loop of its own: if one loop loaded either of two weights into the same registers, the
+//! second load would wait for the first.
 
 use cubecl::client::Client;
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
@@ -190,13 +190,13 @@ struct StepRegisters<W: Size, X: Size> {
     input: Array<Vector<u32, X>>,
 }
 
-/// Loads a step from device memory. K tiles beyond the last repeat it. `values` is the other weight
-/// of SwiGLU.
+/// Loads a step from device memory. K tiles beyond the last repeat it. `up` is the other weight of
+/// SwiGLU.
 #[cube]
 fn load_step<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     weight: &PackedIn<S, W>,
-    values: &PackedIn<S, W>,
+    up: &PackedIn<S, W>,
     n: u32,
     loaded: &mut StepRegisters<W, X>,
     tile: u32,
@@ -213,7 +213,7 @@ fn load_step<F: Float, S: Int, W: Size, X: Size>(
         let row = min(n_tile.row + below, n - 1);
         let at = ((row * dims.k_tiles + k_tile) * 4 + lane.part) as usize;
         let to = comptime!(half as usize);
-        let weight = if comptime!(plan.gated && half == 1) { values } else { weight };
+        let weight = if comptime!(plan.gated && half == 1) { up } else { weight };
         loaded.codes[comptime!(2 * to)] = weight.codes[at * 2];
         loaded.codes[comptime!(2 * to + 1)] = weight.codes[at * 2 + 1];
         loaded.scales[to] = u32::cast_from(weight.scales[at]);
@@ -255,13 +255,13 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size, V: Size>(
     let cube = CUBE_POS as u32;
     let rows = Rows { n: operands.dims.n, cube, cubes };
     if comptime!(plan.gated) {
-        let values = family.index(0usize);
+        let up = family.index(0usize);
         multiply_by::<F, S, W, X, V>(
             operands,
             &operands.weight,
             operands.bias,
-            &values.weight,
-            values.bias,
+            &up.weight,
+            up.bias,
             output,
             norm,
             &rows,
@@ -312,8 +312,8 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size, V: Size>(
     }
 }
 
-/// Runs the main loop at the head of this file for a weight; `values` and `values_bias` are the
-/// other weight of SwiGLU and its bias.
+/// Runs the main loop at the head of this file for a weight; `up` and `up_bias` are the other
+/// weight of SwiGLU and its bias.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 #[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
@@ -321,8 +321,8 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
     operands: &Operands<F, S, W, X>,
     weight: &PackedIn<S, W>,
     bias: &[F],
-    values: &PackedIn<S, W>,
-    values_bias: &[F],
+    up: &PackedIn<S, W>,
+    up_bias: &[F],
     output: &mut [F],
     norm: &mut Sequence<NormArgs<F, V>>,
     rows: &Rows,
@@ -365,9 +365,7 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
             scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
             input: Array::<Vector<u32, X>>::new(comptime!(plan.copies().max(1) as usize)),
         };
-        load_step::<F, S, W, X>(
-            operands, weight, values, n, &mut next, load_tile, load_at, lane, plan,
-        );
+        load_step::<F, S, W, X>(operands, weight, up, n, &mut next, load_tile, load_at, lane, plan);
         loaded.push(next);
         load_at += 1u32;
         if load_at == steps {
@@ -435,7 +433,7 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
                 if done + (stage + PIPELINE_STAGES) < end {
                     let next = loaded.index_mut(comptime!(stage as usize));
                     load_step::<F, S, W, X>(
-                        operands, weight, values, n, next, load_tile, load_at, lane, plan,
+                        operands, weight, up, n, next, load_tile, load_at, lane, plan,
                     );
                     load_at += 1u32;
                     if load_at == steps {
@@ -448,16 +446,7 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
                     let stored = n_tile(tile, lane, plan);
                     stage_sums::<NC>(&sums, operands.dims.m, staged, lane, plan);
                     store_sums::<F, S, W, X>(
-                        operands,
-                        weight,
-                        bias,
-                        values,
-                        values_bias,
-                        output,
-                        n,
-                        &*staged,
-                        &stored,
-                        plan,
+                        operands, weight, bias, up, up_bias, output, n, &*staged, &stored, plan,
                     );
                     #[unroll]
                     for m_tile in 0..comptime!(plan.m_tiles()) {
@@ -591,8 +580,8 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     weight: &PackedIn<S, W>,
     bias: &[F],
-    values: &PackedIn<S, W>,
-    values_bias: &[F],
+    up: &PackedIn<S, W>,
+    up_bias: &[F],
     output: &mut [F],
     n: u32,
     staged: &[f32],
@@ -612,7 +601,7 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size>(
                 let sum = sum_along_k(staged, to, gate, blueprint, plan);
                 let gated = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
                 let sum = sum_along_k(staged, to, gate + 8, blueprint, plan);
-                let value = epilogue_of::<F, S, W>(values, values_bias, sum, row, blueprint);
+                let value = epilogue_of::<F, S, W>(up, up_bias, sum, row, blueprint);
                 let gated = silu(f32::cast_from(gated)) * f32::cast_from(value);
                 output[stored as usize] = narrow::<F>(gated, comptime!(blueprint.conversion));
             } else {

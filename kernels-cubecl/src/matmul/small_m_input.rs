@@ -103,10 +103,22 @@ pub(super) struct NormRow<F: Float, V: Size> {
 }
 
 impl NormPlan {
-    /// Returns how many units of a cube of `UNITS` one of a cube of `units` stands for, and the
-    /// vectors of each.
-    const fn turns(&self, units: u32) -> (u32, u32) {
+    /// Returns how many units of a cube of `UNITS` one of a cube of `units` does the work of, and
+    /// the vectors of each.
+    const fn shares(&self, units: u32) -> (u32, u32) {
         (UNITS / units, self.vectors.div_ceil(UNITS))
+    }
+
+    /// Returns the vectors in the registers of a unit.
+    const fn held(&self, units: u32) -> u32 {
+        let (unit_count, turns) = self.shares(units);
+        unit_count * turns
+    }
+
+    /// Returns the distance of a vector in the registers of a unit from the unit's first.
+    const fn offset(&self, index: u32, units: u32) -> u32 {
+        let (_, turns) = self.shares(units);
+        index / turns * units + index % turns * UNITS
     }
 }
 
@@ -117,15 +129,14 @@ pub(super) fn load_row<F: Float, V: Size>(
     #[comptime] plan: NormPlan,
     #[comptime] units: u32,
 ) -> NormRow<F, V> {
-    let (stands_for, turns) = comptime!(plan.turns(units));
-    let count = comptime!((stands_for * turns) as usize);
+    let count = comptime!(plan.held(units) as usize);
     let mut values = Array::<Vector<F, V>>::new(count);
     let mut updates = Array::<Vector<F, V>>::new(count);
     let mut weights = Array::<Vector<F, V>>::new(count);
     #[unroll]
-    for index in 0..comptime!(stands_for * turns) {
-        let first = comptime!(index / turns * units + index % turns * UNITS);
-        let at = min(UNIT_POS + first, comptime!(plan.vectors - 1)) as usize;
+    for index in 0..comptime!(plan.held(units)) {
+        let at = UNIT_POS + comptime!(plan.offset(index, units));
+        let at = min(at, comptime!(plan.vectors - 1)) as usize;
         values[index as usize] = norm.input[at];
         if comptime!(plan.adds) {
             updates[index as usize] = norm.update[at];
@@ -147,16 +158,16 @@ pub(super) fn share_normalized<F: Float, V: Size, X: Size>(
     #[comptime] units: u32,
     #[comptime] conversion: Conversion,
 ) {
-    let (stands_for, turns) = comptime!(plan.turns(units));
+    let (unit_count, turns) = comptime!(plan.shares(units));
     let vectors = comptime!(plan.vectors);
     let mut of_planes = Shared::<[f32]>::new_slice(comptime!((UNITS / 32) as usize));
     #[unroll]
-    for unit in 0..stands_for {
+    for unit in 0..unit_count {
         let mut squares = 0.0f32.runtime();
         #[unroll]
         for turn in 0..turns {
             let index = comptime!((unit * turns + turn) as usize);
-            let at = UNIT_POS + comptime!(unit * units + turn * UNITS);
+            let at = UNIT_POS + comptime!(plan.offset(unit * turns + turn, units));
             if comptime!(plan.adds) {
                 let (values, updates) = (row.values[index], row.updates[index]);
                 row.values[index] = sum_of::<F, V>(values, updates, VECTOR, conversion);
@@ -185,8 +196,8 @@ pub(super) fn share_normalized<F: Float, V: Size, X: Size>(
     let mean = sum / f32::cast_from(comptime!(plan.vectors * VECTOR));
     let factor = 1.0f32 / (mean + norm.epsilon).sqrt();
     #[unroll]
-    for index in 0..comptime!(stands_for * turns) {
-        let at = UNIT_POS + comptime!(index / turns * units + index % turns * UNITS);
+    for index in 0..comptime!(plan.held(units)) {
+        let at = UNIT_POS + comptime!(plan.offset(index, units));
         if at < vectors {
             let (values, weights) = (row.values[index as usize], row.weights[index as usize]);
             let normalized = scaled::<F, V>(values, weights, factor, VECTOR, conversion);

@@ -6,7 +6,7 @@ use burn::tensor::activation::silu;
 
 use crate::devices::decoder::{DecoderBackend, is_one_operation};
 
-/// Computes `silu(gate) * up`.
+/// Computes `silu(gate) * up`. Kernels compute in f32 and round once.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor, TensorData};

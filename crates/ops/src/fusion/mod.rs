@@ -15,7 +15,7 @@
 //!
 //! A product is found only if no other operation waits in the stream, so a layer with a packed
 //! weight runs what waits, before it dequantizes. But the products of a family wait for each other:
-//! nothing is run if all that waits is the begin of a family.
+//! nothing is run if all that waits is a norm or the begin of a family.
 //!
 //! If a plan refuses the product, or a dense product is faster, the operations run one by one.
 //!
@@ -51,7 +51,7 @@ use burn_fp4_cubecl::{FamilyPlan, Matmul, MatmulPlan};
 use burn_fp4_search::Hadamard;
 
 use self::pattern::{Adapter, Member, Norm, Pattern, Product, Reader, Reshape, SwiGlu};
-use crate::devices::cube::device::{may_multiply, with_products};
+use crate::devices::cube::device::{cube_device, may_multiply, takes_norms, with_products};
 use crate::devices::cube::matmul::{DENSE, FUSED, GROUPS, JOINED, LOOKUPS, NormTensors, Planner};
 use crate::devices::cube::{matmul, queues};
 use crate::devices::extension::Fp4Backend;
@@ -101,12 +101,13 @@ pub(crate) fn is_active(device: &Device) -> bool {
 }
 
 /// Flushes this thread's pending operations if products on the device are fused, unless all that is
-/// pending is the begin of a family of products, which the next product may join.
+/// pending is a norm or the begin of a family of products, which the next product may join.
 pub(crate) fn flush_for_product(device: &Device) {
     if !is_active(device) {
         return;
     }
-    queues::submit_with_sync(device, |sync| {
+    let takes_norms = cube_device(device).is_some_and(|device| takes_norms(&device));
+    queues::submit_with_sync(device, move |sync| {
         let stream = StreamId::current();
         let awaits = PENDING
             .with_borrow(|pending| pending.get(&stream).is_some_and(Pattern::awaits_a_member));
@@ -118,7 +119,7 @@ pub(crate) fn flush_for_product(device: &Device) {
             if pending.len() >= MAX_THREADS {
                 pending.clear();
             }
-            pending.insert(stream, Pattern::default());
+            pending.insert(stream, Pattern::new(takes_norms));
         });
     });
 }
@@ -128,7 +129,7 @@ struct Watch;
 
 impl FusionObserver for Watch {
     fn registered(&self, operation: &OperationIr) {
-        // The end of a tensor waits with what comes before or after it.
+        // A drop waits with the operations around it.
         if matches!(operation, OperationIr::Drop(_)) {
             return;
         }
@@ -139,8 +140,8 @@ impl FusionObserver for Watch {
             if pattern.accept(operation) {
                 return;
             }
-            // What was ready runs now, so that a norm after it is the first that waits.
-            *pattern = Pattern::default();
+            // The ready operations run now, so that a norm after them is the first that waits.
+            *pattern = pattern.anew();
             if !(ready && pattern.accept(operation)) {
                 pending.remove(&stream);
             }
@@ -162,7 +163,8 @@ impl OptimizationProvider for Provider {
         // Without kernels it stays closed.
         let off = !may_multiply(device);
         let device = device.clone();
-        let (pattern, ready) = (Pattern::default(), Pattern::default());
+        let pattern = Pattern::new(takes_norms(&device));
+        let ready = pattern.anew();
         CubeFuser::new(Fuser { device, off, closed: off, pattern, ready })
     }
 }
@@ -195,8 +197,8 @@ impl OperationFuser<CubeOptimization> for Fuser {
 
     fn reset(&mut self) {
         self.closed = self.off;
-        self.pattern = Pattern::default();
-        self.ready = Pattern::default();
+        self.pattern = self.pattern.anew();
+        self.ready = self.pattern.anew();
     }
 
     fn status(&self) -> FuserStatus {
@@ -246,19 +248,22 @@ struct Planned<'a> {
 /// The launch of a family in this run, and what joins it; without a family each product is alone.
 struct Launch<'a> {
     family: Option<FamilyPlan>,
-    norm: Option<&'a Norm>,
+    /// With its epsilon.
+    norm: Option<(&'a Norm, f32)>,
     swiglu: Option<&'a SwiGlu>,
 }
 
 impl Launch<'_> {
-    /// Returns true for the norm that joins, and for reshapes and the end of what it would make.
+    /// Returns true for the norm that joins, and for reshapes and drops of its normalized values.
     fn skips(&self, pattern: &Pattern, at: usize) -> bool {
-        let Some(norm) = self.norm else { return false };
+        if self.norm.is_none() {
+            return false;
+        }
         let reshape = pattern.reshapes.iter().find(|reshape| reshape.at == at);
         let dropped = pattern.drops.iter().find(|dropped| dropped.at == at);
         let tensor =
             reshape.map(|reshape| reshape.output).or(dropped.map(|dropped| dropped.tensor));
-        norm.at == at || tensor.is_some_and(|tensor| pattern.is_of_norm(tensor))
+        at == 0 || tensor.is_some_and(|tensor| pattern.is_of_norm(tensor))
     }
 }
 
@@ -352,7 +357,7 @@ impl FusedProduct {
     }
 
     /// Adds the norm and the SwiGLU of the pattern to the launch of a family, if it takes them. A
-    /// weight alone is a family with its norm.
+    /// single weight is a family only with a norm.
     fn launch<'a>(
         &'a self,
         planned: &[Option<Planned<'_>>],
@@ -369,10 +374,13 @@ impl FusedProduct {
             let has_row = row.is_some_and(|row| row.shape.last() == Some(&k));
             has_row && first.hadamard.is_none() && self.pattern.keeps_norm()
         };
-        let norm = self.pattern.norm.as_ref().filter(normalizes);
-        if let Some((norm, plan)) = norm.and_then(|norm| Some((norm, family.with_norm(norm.adds)?)))
-        {
-            (*family, launch.norm) = (plan, Some(norm));
+        let norm = self.pattern.norm.as_ref().filter(normalizes).and_then(|norm| {
+            let epsilon = scalar(context, *norm.operation.scalars.first()?)?;
+            let ScalarIr::Float(epsilon) = epsilon else { return None };
+            Some((norm, epsilon as f32, family.with_norm(norm.adds)?))
+        });
+        if let Some((norm, epsilon, plan)) = norm {
+            (*family, launch.norm) = (plan, Some((norm, epsilon)));
         } else if planned.len() == 1 {
             return Launch { family: None, ..launch };
         }
@@ -386,8 +394,8 @@ impl FusedProduct {
     }
 
     /// Runs the operations in their order, since the last reader of a tensor takes it, but planned
-    /// products from the codes. A family runs after all of its operands are read, then SwiGLU, and
-    /// at last tensors end.
+    /// products from the codes. A family runs after all of its operands are read, then SwiGLU, then
+    /// drops.
     fn multiply(
         &self,
         planned: &[Option<Planned<'_>>],
@@ -457,7 +465,7 @@ impl FusedProduct {
     ) -> Option<()> {
         let output = now(context, &select.out);
         let layout = layout(context, dequantize)?.of_rows(output.shape[0]).ok()?;
-        let norm = self.pattern.norm.iter().map(|norm| norm.at);
+        let norm = self.pattern.norm.iter().map(|_| 0);
         let reshapes = self.pattern.reshapes.iter().map(|reshape| reshape.at);
         norm.chain(reshapes).for_each(|at| fallback(at).run(context));
         let rows = int(context, &select.indices);
@@ -542,7 +550,7 @@ fn family(
 }
 
 /// Runs the products of a family in one launch, given the input and the weight of each, and stores
-/// what it makes.
+/// the outputs.
 fn multiply_family(
     family: &FamilyPlan,
     launch: &Launch<'_>,
@@ -559,18 +567,16 @@ fn multiply_family(
         outputs = vec![now(context, &swiglu.output)];
     }
     let (input, norm) = match launch.norm {
-        Some(Norm { operation, adds, .. }) => {
+        Some((Norm { operation, adds }, epsilon)) => {
             let mut read: Vec<_> =
                 operation.inputs.iter().map(|operand| float(context, operand)).collect();
-            let epsilon = operation.scalars.first().and_then(|&scale| scalar(context, scale));
-            let Some(ScalarIr::Float(epsilon)) = epsilon else { unreachable!("an f64") };
             let weight = read.pop().expect("the weight comes last");
             let update = adds.then(|| read.pop().expect("an update"));
             let input = read.pop().expect("an input");
             if *adds {
                 outputs.push(now(context, &operation.outputs[0]));
             }
-            (input, Some(NormTensors { update, weight, epsilon: epsilon as f32 }))
+            (input, Some(NormTensors { update, weight, epsilon }))
         }
         // Inputs are equal: reshapes of one tensor.
         None => {

@@ -6,6 +6,7 @@ use burn::backend::ir::{
     BaseOperationIr, BinaryOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr, NumericOperationIr,
     OperationIr, ScalarIr, SelectOpIr, TensorId, TensorIr, TensorStatus,
 };
+use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
 /// Name that the extension's macro gives the operation.
@@ -23,7 +24,9 @@ const MAX_MEMBERS: usize = 3;
 /// The operations matched so far.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Pattern {
-    /// The norm before the products.
+    /// True on devices whose kernels take a norm.
+    takes_norms: bool,
+    /// The norm before the products: the first operation.
     pub(super) norm: Option<Norm>,
     /// Weights that multiply one input. Only the last one's operations may be incomplete.
     pub(super) members: Vec<Member>,
@@ -32,13 +35,13 @@ pub(super) struct Pattern {
     /// Views of outputs between the operations of members.
     pub(super) views: Vec<Reshape>,
     pub(super) swiglu: Option<SwiGlu>,
-    /// Tensors that nothing reads anymore, in between.
+    /// Drops of tensors between the others. They run last.
     pub(super) drops: Vec<Dropped>,
     /// Number of operations.
     pub(super) len: usize,
 }
 
-/// The end of a tensor, which may wait until all else has run.
+/// A tensor that nothing reads anymore.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Dropped {
     /// Its position.
@@ -49,8 +52,6 @@ pub(super) struct Dropped {
 /// An RMSNorm, also of a sum.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Norm {
-    /// Its position.
-    pub(super) at: usize,
     pub(super) operation: CustomOpIr,
     /// True if it adds an update to its input first.
     pub(super) adds: bool,
@@ -146,10 +147,19 @@ pub(super) struct Adapter {
 }
 
 impl Pattern {
+    /// Returns a pattern without operations.
+    pub(super) fn new(takes_norms: bool) -> Self {
+        Self { takes_norms, ..Self::default() }
+    }
+
+    /// Returns a pattern without operations for the same device.
+    pub(super) fn anew(&self) -> Self {
+        Self::new(self.takes_norms)
+    }
+
     /// Matches the next operation. Returns false if it is not part of the pattern.
     pub(super) fn accept(&mut self, operation: &OperationIr) -> bool {
-        // Burn matches operations without a common tensor apart: this is a tensor of the pattern. A
-        // first one would only keep the stream waiting.
+        // A first one would only keep the stream waiting.
         if let (OperationIr::Drop(tensor), 1..) = (operation, self.len) {
             self.drops.push(Dropped { at: self.len, tensor: tensor.id });
             self.len += 1;
@@ -176,7 +186,7 @@ impl Pattern {
         }
         match self.members.last().and_then(|member| member.reader.as_ref()) {
             Some(Reader::Product(product)) => product.end() == last,
-            Some(Reader::Lookup(_)) => self.drops.last().is_none_or(|drop| drop.at < last),
+            Some(Reader::Lookup(_)) => true,
             None => false,
         }
     }
@@ -210,9 +220,11 @@ impl Pattern {
         matches!(reader, Some(Reader::Product(_))) && self.takes_a_member()
     }
 
-    /// Returns true if nothing but the products reads what the norm makes, and nothing after them.
+    /// Returns true if the products alone read what the norm makes, nothing does so after them, and
+    /// nothing else between has to do with the norm: the norm may then run with them.
     pub(super) fn keeps_norm(&self) -> bool {
-        let Some(normalized) = self.norm.as_ref().and_then(Norm::normalized) else { return false };
+        let Some(norm) = &self.norm else { return false };
+        let Some(normalized) = norm.normalized() else { return false };
         let products = || {
             self.members.iter().filter_map(|member| match &member.reader {
                 Some(Reader::Product(product)) => Some(&product.matmul.lhs),
@@ -228,7 +240,17 @@ impl Pattern {
             reads.any(|read| read.status == TensorStatus::ReadWrite)
                 || self.drops.iter().any(|drop| drop.tensor == tensor)
         };
-        products().all(|input| self.origin(input.id) == normalized)
+        // Addends and reshapes are read before the norm's operands.
+        let addends = self.members.iter().filter_map(|member| match &member.reader {
+            Some(Reader::Product(product)) => Some(product.add.as_ref()?.operation.rhs.id),
+            _ => None,
+        });
+        let apart = self.reshapes.iter().filter(|reshape| !self.is_of_norm(reshape.output));
+        let mut others = addends.chain(apart.map(|reshape| reshape.input.id));
+        let (inputs, outputs) = (&norm.operation.inputs, &norm.operation.outputs);
+        let of_norm = |id| inputs.iter().chain(outputs).any(|tensor| tensor.id == id);
+        !others.any(|id| of_norm(id) || self.is_of_norm(id))
+            && products().all(|input| self.origin(input.id) == normalized)
             && is_kept(normalized)
             && reshapes().all(|reshape| is_kept(reshape.output))
     }
@@ -241,10 +263,12 @@ impl Pattern {
     fn accept_norm(&mut self, operation: &OperationIr) -> bool {
         let OperationIr::Custom(custom) = operation else { return false };
         let adds = custom.id == ADD_NORM;
-        if self.norm.is_some() || !(adds || custom.id == NORM) {
+        let halves =
+            custom.inputs.iter().all(|input| matches!(input.dtype, DType::F16 | DType::BF16));
+        if self.len > 0 || !self.takes_norms || !halves || !(adds || custom.id == NORM) {
             return false;
         }
-        self.norm = Some(Norm { at: self.len, operation: custom.clone(), adds });
+        self.norm = Some(Norm { operation: custom.clone(), adds });
         true
     }
 

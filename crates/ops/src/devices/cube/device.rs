@@ -51,6 +51,16 @@ pub(crate) fn may_multiply(device: &CubeDevice) -> bool {
     has_kernels(device) || matches!(device, CubeDevice::Wgpu(_))
 }
 
+/// Returns true if products of a device may compute the norm of their input: those by matrix
+/// instructions of a plane.
+pub(crate) fn takes_norms(device: &CubeDevice) -> bool {
+    match device {
+        #[cfg(feature = "cuda")]
+        CubeDevice::Cuda(_) => true,
+        _ => false,
+    }
+}
+
 /// Returns the Cube device behind a device, if it may multiply by kernels.
 pub(crate) fn with_products(device: &Device) -> Option<CubeDevice> {
     cube_device(device).filter(may_multiply)

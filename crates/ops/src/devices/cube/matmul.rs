@@ -153,7 +153,7 @@ pub(crate) fn run(
     outputs.pop().expect("an output for each weight")
 }
 
-/// A norm before products, besides its input.
+/// A norm before products, besides its input, in contiguous memory.
 pub(crate) struct NormTensors {
     /// Added to the input first.
     pub(crate) update: Option<CubeTensor>,
@@ -171,8 +171,8 @@ pub(crate) fn run_family(
     shapes: Vec<Shape>,
 ) -> Vec<CubeTensor> {
     let norm = norm.map(|NormTensors { update, weight, epsilon }| NormOperands {
-        update: update.map(|update| into_contiguous(update).handle),
-        weight: into_contiguous(weight).handle,
+        update: update.map(|update| update.handle),
+        weight: weight.handle,
         epsilon,
     });
     let launch = |client: &Client, input, weights, next| {

@@ -3,11 +3,10 @@
 //!
 //! ```text
 //! a cube takes a tile of positions of a sequence and a key head, for queries that share the head:
-//!     load the queries, the new key and value, then the keys and the values of the tile, a vector
-//!     of channels per unit and step
 //!     the cube of the token's own position rotates the new key, and writes it and the new value;
-//!     for a packed cache it transforms and quantizes them before the tile is loaded
+//!     for a packed cache it transforms and quantizes them
 //!     rotate the queries
+//!     load the keys and the values of the tile, a vector of channels per unit and step
 //!     scores[query][position] = the products of the vectors of a position, in order of channels
 //!     weights = exp(scores - their maximum); keep the maximum and the sum
 //!     output[query] = weights x values: units add their positions, then are added in order
@@ -234,9 +233,8 @@ struct Plan {
     vector: u32,
     /// Units per channel of the cube that adds the tiles.
     parts: u32,
-    /// True if units take the token's own key and value from shared memory and the operands, and
-    /// load what needs no position while the position is loaded. On wgpu a barrier does not order
-    /// the cache's memory; CubeCL's CPU runtime compiles no vectors of bf16 that wait.
+    /// True if units take the token's own key and value from shared memory and the operands: on
+    /// wgpu a barrier does not order the cache's memory.
     keeps_own: bool,
     /// Format of the cache; none of a dense one.
     format: Option<KvFormat>,
@@ -303,7 +301,7 @@ impl Plan {
             head_dim,
             vector,
             parts,
-            keeps_own: device.portable.is_some() || device.plane > 1,
+            keeps_own: device.portable.is_some(),
             format,
             conversion,
         }
@@ -433,7 +431,6 @@ fn launch<F: Float, C: Numeric, S: Int>(
 /// Runs the first loop at the head of this file.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments, clippy::too_many_lines, reason = "shared memory of a cube")]
-#[allow(clippy::collapsible_if, reason = "outer conditions are those of the compilation")]
 fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     queries: &[Vector<F, N>],
     keys: &[Vector<F, N>],
@@ -459,85 +456,90 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     let steps = comptime!(tile.div_ceil(step));
     let position = position_of(position, 0u32, last);
     let start = CUBE_POS_X * tile;
+    if start > position {
+        terminate!();
+    }
     let (kv_head, group) = (CUBE_POS_Y / groups, CUBE_POS_Y % groups);
     let key_head = CUBE_POS_Z * (CUBE_COUNT_Y / groups) + kv_head;
-    let first_query = key_head * comptime!(groups * rows) + group * rows;
     let first_head = key_head * capacity;
     let cached = first_head * columns;
     let angles = position * comptime!(head_dim / 2);
     let format = comptime!(plan.format);
-    // Units beyond whole positions repeat the last one's loads, and store nothing.
-    let column = UNIT_POS % columns;
-    let place = UNIT_POS / columns;
-
     let keeps_own = comptime!(plan.keeps_own);
-    let mut early = Sequence::<Vector<F, N>>::new();
-    if comptime!(keeps_own) {
-        let own = key_head * columns + UNIT_POS % half;
-        early.push(keys[own as usize]);
-        early.push(keys[(own + half) as usize]);
-        early.push(values[(key_head * columns + column) as usize]);
-        let turn = min(UNIT_POS, comptime!(rows * half - 1));
-        let query = (first_query + turn / half) * columns + turn % half;
-        early.push(queries[query as usize]);
-        early.push(queries[(query + half) as usize]);
-    }
-    if start > position {
-        terminate!();
-    }
-
     let own_len = comptime!(match (format, keeps_own) {
         (Some(_), _) => 2 * head_dim,
         (None, true) => head_dim,
         (None, false) => 1,
     });
     let mut own_key = Shared::<[f32]>::new_slice(comptime!(own_len as usize));
-    let is_last = position - start < tile;
-    if let Some(format) = comptime!(format) {
-        if is_last {
-            let from = key_head * columns;
-            load_own::<F, N>(keys, values, cos, sin, from, angles, &mut own_key, head_dim, vector);
-            sync_cube();
-            quantize_own::<C, W, S>(
-                &own_key,
-                key_cache,
-                value_cache,
-                key_scales,
-                value_scales,
-                first_head + position,
-                head_dim,
-                vector,
-                format,
-            );
-            sync_cube();
-        }
-    }
 
-    let own_place = cached + position * columns + UNIT_POS;
-    let own_angle = angles + UNIT_POS % half * vector;
-    if comptime!(format.is_none() && !keeps_own) {
-        if is_last {
-            let at = key_head * columns + UNIT_POS;
-            if UNIT_POS < half {
-                let (first, second) = (keys[at as usize], keys[(at + half) as usize]);
-                store_own_key::<F, N, C, W>(
-                    first,
-                    second,
+    if position - start < tile {
+        match comptime!(format) {
+            None => {
+                if UNIT_POS < half {
+                    let at = key_head * columns + UNIT_POS;
+                    let (first, second) = (keys[at as usize], keys[(at + half) as usize]);
+                    let (low, high) = rotated::<F, N>(
+                        first,
+                        second,
+                        cos,
+                        sin,
+                        angles + UNIT_POS * vector,
+                        vector,
+                    );
+                    let to = cached + position * columns + UNIT_POS;
+                    let rotated = to_vector::<F, N>(&low, vector, conversion);
+                    key_cache[to as usize] = Vector::<C, W>::cast_from(rotated);
+                    let rotated = to_vector::<F, N>(&high, vector, conversion);
+                    key_cache[(to + half) as usize] = Vector::<C, W>::cast_from(rotated);
+                    if comptime!(keeps_own) {
+                        #[unroll]
+                        for index in 0..vector {
+                            let to = UNIT_POS * vector + index;
+                            own_key[to as usize] = low[index as usize];
+                            own_key[(to + comptime!(head_dim / 2)) as usize] = high[index as usize];
+                        }
+                    }
+                }
+                if UNIT_POS < columns {
+                    let to = cached + position * columns + UNIT_POS;
+                    let value = values[(key_head * columns + UNIT_POS) as usize];
+                    value_cache[to as usize] = Vector::<C, W>::cast_from(value);
+                }
+            }
+            Some(format) => {
+                let from = key_head * columns;
+                load_own::<F, N>(
+                    keys,
+                    values,
                     cos,
                     sin,
-                    own_angle,
-                    key_cache,
-                    own_place,
+                    from,
+                    angles,
                     &mut own_key,
-                    plan,
+                    head_dim,
+                    vector,
+                );
+                sync_cube();
+                quantize_own::<C, W, S>(
+                    &own_key,
+                    key_cache,
+                    value_cache,
+                    key_scales,
+                    value_scales,
+                    first_head + position,
+                    head_dim,
+                    vector,
+                    format,
                 );
             }
-            if UNIT_POS < columns {
-                value_cache[own_place as usize] = Vector::<C, W>::cast_from(values[at as usize]);
-            }
-            sync_cube();
         }
+        sync_cube();
     }
+
+    // Units beyond whole positions repeat the last one's loads, and store nothing.
+    let column = UNIT_POS % columns;
+    let place = UNIT_POS / columns;
     let mut loaded_keys = Array::<Vector<C, W>>::new(comptime!(steps as usize));
     let mut loaded_values = Array::<Vector<C, W>>::new(comptime!(steps as usize));
     // Scales of packed keys and values.
@@ -555,55 +557,12 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
             scales_of_values[index as usize] = kv_scale::<S>(value_scales[scale], format);
         }
     }
-    if comptime!(format.is_none() && keeps_own) {
-        if is_last && UNIT_POS < columns {
-            value_cache[own_place as usize] = Vector::<C, W>::cast_from(*early.index(2usize));
-            if UNIT_POS < half {
-                store_own_key::<F, N, C, W>(
-                    *early.index(0usize),
-                    *early.index(1usize),
-                    cos,
-                    sin,
-                    own_angle,
-                    key_cache,
-                    own_place,
-                    &mut own_key,
-                    plan,
-                );
-            }
-        }
-    }
-
-    let scale = 1.0f32 / f32::cast_from(head_dim).sqrt();
-    let mut rotated_queries = Shared::<[f32]>::new_slice(comptime!((rows * head_dim) as usize));
-    #[unroll]
-    for turn in 0..comptime!((rows * half).div_ceil(units)) {
-        let at = UNIT_POS + comptime!(turn * units);
-        if at < comptime!(rows * half) {
-            let (row, pair) = (at / half, at % half);
-            let from = (first_query + row) * columns + pair;
-            let (first, second) = if comptime!(keeps_own && turn == 0) {
-                (*early.index(3usize), *early.index(4usize))
-            } else {
-                (queries[from as usize], queries[(from + half) as usize])
-            };
-            let angle = angles + pair * vector;
-            let (low, high) = rotated::<F, N>(first, second, cos, sin, angle, vector);
-            // Columns of one channel are side by side, as units read them.
-            #[unroll]
-            for index in 0..vector {
-                let to = (row * vector + index) * columns + pair;
-                rotated_queries[to as usize] = low[index as usize] * scale;
-                rotated_queries[(to + half) as usize] = high[index as usize] * scale;
-            }
-        }
-    }
-    sync_cube();
-    if comptime!(format.is_none() && keeps_own) {
-        // The token's own key and value: the cache may not show them yet.
+    if comptime!(keeps_own) {
+        let value = values[(key_head * columns + column) as usize];
         #[unroll]
         for index in 0..steps {
-            if is_last && start + place + comptime!(index * step) >= position {
+            let beyond = start + place + comptime!(index * step) >= position;
+            if beyond && position - start < tile {
                 let mut own = Array::<f32>::new(comptime!(vector as usize));
                 #[unroll]
                 for channel in 0..vector {
@@ -611,10 +570,31 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
                 }
                 let own = to_vector::<F, N>(&own, vector, conversion);
                 loaded_keys[index as usize] = Vector::<C, W>::cast_from(own);
-                loaded_values[index as usize] = Vector::<C, W>::cast_from(*early.index(2usize));
+                loaded_values[index as usize] = Vector::<C, W>::cast_from(value);
             }
         }
     }
+
+    let first_query =
+        (CUBE_POS_Z * (CUBE_COUNT_Y / groups) + kv_head) * comptime!(groups * rows) + group * rows;
+    let scale = 1.0f32 / f32::cast_from(head_dim).sqrt();
+    let mut rotated_queries = Shared::<[f32]>::new_slice(comptime!((rows * head_dim) as usize));
+    let mut at = UNIT_POS;
+    while at < comptime!(rows * half) {
+        let (row, pair) = (at / half, at % half);
+        let from = (first_query + row) * columns + pair;
+        let (first, second) = (queries[from as usize], queries[(from + half) as usize]);
+        let (low, high) = rotated::<F, N>(first, second, cos, sin, angles + pair * vector, vector);
+        // Columns of one channel are side by side, as units read them.
+        #[unroll]
+        for index in 0..vector {
+            let to = (row * vector + index) * columns + pair;
+            rotated_queries[to as usize] = low[index as usize] * scale;
+            rotated_queries[(to + half) as usize] = high[index as usize] * scale;
+        }
+        at += units;
+    }
+    sync_cube();
     if comptime!(format.is_some_and(KvFormat::transforms_keys)) {
         transform_queries(&mut rotated_queries, plan);
         sync_cube();
@@ -754,37 +734,6 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     }
 }
 
-/// Rotates the halves of the new key, and stores them in the cache and, where units keep it, in
-/// shared memory. A unit takes a vector of the first half, whose place in the cache is `to`.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn store_own_key<F: Float, N: Size, C: Numeric, W: Size>(
-    first: Vector<F, N>,
-    second: Vector<F, N>,
-    cos: &[f32],
-    sin: &[f32],
-    angle: u32,
-    key_cache: &mut [Vector<C, W>],
-    to: u32,
-    own_key: &mut Shared<[f32]>,
-    #[comptime] plan: Plan,
-) {
-    let Plan { head_dim, vector, conversion, .. } = comptime!(plan);
-    let (low, high) = rotated::<F, N>(first, second, cos, sin, angle, vector);
-    let rounded = to_vector::<F, N>(&low, vector, conversion);
-    key_cache[to as usize] = Vector::<C, W>::cast_from(rounded);
-    let rounded = to_vector::<F, N>(&high, vector, conversion);
-    key_cache[(to + comptime!(plan.columns() / 2)) as usize] = Vector::<C, W>::cast_from(rounded);
-    if comptime!(plan.keeps_own) {
-        #[unroll]
-        for index in 0..vector {
-            let to = UNIT_POS * vector + index;
-            own_key[to as usize] = low[index as usize];
-            own_key[(to + comptime!(head_dim / 2)) as usize] = high[index as usize];
-        }
-    }
-}
-
 /// Transforms each 16 channels of the queries in shared memory, as the cached keys are.
 #[cube]
 fn transform_queries(queries: &mut Shared<[f32]>, #[comptime] plan: Plan) {
@@ -826,38 +775,26 @@ fn combine_kernel<F: Float>(
     let columns = comptime!(plan.columns());
     let width = comptime!(head_dim.next_power_of_two());
     let head = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
+    let count = position_of(position, 0u32, last) / comptime!(plan.tile) + 1;
     let first = head * tiles;
     let (part, slot) = (UNIT_POS / width, UNIT_POS % width);
-    // Units beyond the head repeat its last value, and store nothing.
-    let slot_read = min(slot, comptime!(head_dim - 1));
-    // The first tile of a part is loaded while the position is.
-    let own = first + min(part, tiles - 1);
-    let (own_largest, own_sum) = (softmax[(2 * own) as usize], softmax[(2 * own + 1) as usize]);
-    let own_value = partial[(own * head_dim + slot_read) as usize];
-    let count = position_of(position, 0u32, last) / comptime!(plan.tile) + 1;
     // A part without tiles has a sum of 0.
     let mut largest = f32::min_value();
-    if part < count {
-        largest = own_largest;
-    }
-    let mut tile = part + parts;
+    let mut tile = part;
     while tile < count {
         largest = max(largest, softmax[(2 * (first + tile)) as usize]);
         tile += parts;
     }
     let mut sum = 0.0f32.runtime();
     let mut total = 0.0f32.runtime();
-    if part < count {
-        let factor = (own_largest - largest).exp();
-        sum = fma(factor, own_sum, sum);
-        total = fma(factor, own_value, total);
-    }
-    let mut tile = part + parts;
+    let mut tile = part;
     while tile < count {
         let at = first + tile;
         let factor = (softmax[(2 * at) as usize] - largest).exp();
         sum = fma(factor, softmax[(2 * at + 1) as usize], sum);
-        total = fma(factor, partial[(at * head_dim + slot_read) as usize], total);
+        // Units beyond the head repeat its last value, and store nothing.
+        let from = at * head_dim + min(slot, comptime!(head_dim - 1));
+        total = fma(factor, partial[from as usize], total);
         tile += parts;
     }
     if comptime!(parts > 1) {

@@ -7,10 +7,11 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype as KernelDtype, Hessians, Matmul, MatmulPlan, NormOperands,
-    PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport, add_gram, amax,
-    cubecl, dequantize, fake_quantize, fp8_rows, hadamard, hessian_factor, quantize,
-    quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm, squared_error, swiglu,
+    Activations, Capability, Dtype as KernelDtype, FamilyPlan, Hessians, Matmul, MatmulPlan,
+    NormOperands, PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport,
+    add_gram, amax, cubecl, dequantize, fake_quantize, fp8_rows, hadamard, hessian_factor,
+    quantize, quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm, squared_error,
+    swiglu,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, View};
@@ -177,6 +178,21 @@ impl Device {
         }
     }
 
+    /// Plans a family, if the device takes it.
+    fn family(
+        &self,
+        m: usize,
+        lengths: &[usize],
+        k: usize,
+        scheme: Fp4Scheme,
+        dtype: Dtype,
+    ) -> Option<(FamilyPlan, Vec<Matmul>)> {
+        let (format, block_size) = (scheme.format(), scheme.block_size);
+        let of = |&n: &usize| Matmul { m, n, k, format, block_size, dtype: kernel_dtype(dtype) };
+        let matmuls: Vec<_> = lengths.iter().map(of).collect();
+        Some((Matmul::family(&matmuls, &self.capability)?, matmuls))
+    }
+
     /// Multiplies an input with all weights of a family at once, if the device takes it. Returns
     /// true if it does.
     fn check_family(
@@ -191,10 +207,8 @@ impl Device {
         let random = |rows, cols, seed| {
             Dense::new(rows, cols, &Kind::Outliers.values(rows * cols, seed), dtype)
         };
-        let (format, block_size) = (scheme.format(), scheme.block_size);
-        let of = |&n: &usize| Matmul { m, n, k, format, block_size, dtype: kernel_dtype(dtype) };
-        let matmuls: Vec<_> = lengths.iter().map(of).collect();
-        let Some(family) = Matmul::family(&matmuls, &self.capability) else { return false };
+        let planned = self.family(m, lengths, k, scheme, dtype);
+        let Some((family, matmuls)) = planned else { return false };
         let input = random(m, k, 2);
         let (mut weights, mut exact) = (Vec::new(), Vec::new());
         for (seed, &n) in (3..).step_by(2).zip(lengths) {
@@ -233,10 +247,8 @@ impl Device {
             let dense = Dense::new(rows, cols, &Kind::Outliers.values(rows * cols, seed), dtype);
             (upload(client, &dense), dense)
         };
-        let (format, block_size) = (scheme.format(), scheme.block_size);
-        let of = |&n: &usize| Matmul { m, n, k, format, block_size, dtype: kernel_dtype(dtype) };
-        let matmuls: Vec<_> = lengths.iter().map(of).collect();
-        let Some(family) = Matmul::family(&matmuls, capability) else { return false };
+        let planned = self.family(m, lengths, k, scheme, dtype);
+        let Some((family, _)) = planned else { return false };
         let weights: Vec<_> = (3..)
             .step_by(2)
             .zip(lengths)

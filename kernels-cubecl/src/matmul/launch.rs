@@ -323,7 +323,8 @@ impl FamilyPlan {
 
     /// Computes the products of an input `[m, k]` with all weights, an output `[m, n]` each; see
     /// [`MatmulPlan::run`]. All weights have one tensor scale, or one per packed row. All have a
-    /// bias `[n]`, or none. `norm` must match the plan.
+    /// bias `[n]`, or none. `norm` must match the plan; its operands are `[k]`, in the dtype of the
+    /// matmul.
     ///
     /// ```no_run
     /// use burn_fp4_cubecl::cubecl::Device;

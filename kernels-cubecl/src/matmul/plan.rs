@@ -236,7 +236,7 @@ impl SmallM {
 /// The norm before a matmul of `small_m.rs` with one row of the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct NormPlan {
-    /// Vectors of eight values of the row.
+    /// Vectors of [`SMALL_M_VECTOR`] values of the row.
     pub vectors: u32,
     /// True if an update is added to the row first.
     pub adds: bool,
@@ -248,13 +248,16 @@ impl NormPlan {
 
     /// Plans the norm of a row of k values in cubes of some units; none if the row is too long.
     pub(super) fn of(k: usize, units: u32, adds: bool) -> Option<Self> {
-        let vectors = u32::try_from(k / 8).ok()?;
+        let vectors = u32::try_from(k / SMALL_M_VECTOR as usize).ok()?;
         let fits = vectors <= Self::MAX_VECTORS * units;
         // `decoder/norm.rs`, whose cubes have `UNITS`, has the same bits.
         let divides = units <= UNITS && UNITS.is_multiple_of(units);
         (fits && divides).then_some(Self { vectors, adds })
     }
 }
+
+/// Values of a vector of the input of `small_m.rs`.
+pub(super) const SMALL_M_VECTOR: u32 = 8;
 
 /// Elements of k that a plane of `small_m.rs` takes at a time.
 pub(super) const SMALL_M_K_TILE: usize = 256;

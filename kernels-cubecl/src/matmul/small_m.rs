@@ -22,7 +22,8 @@
 //!         sums += weights x input, for every eight rows of the input
 //!     load the step after the next, also of the next n tile            (load_step)
 //!     after the last step of an n tile:
-//!         add the sums of the planes along k; epilogue                 (store_sums)
+//!         share the sums of the planes                                 (stage_sums)
+//!         add those along k; epilogue                                  (store_sums)
 //! ```
 //!
 //! With SwiGLU a plane has eight rows of the weight of the gate and the same eight of the other, so
@@ -43,11 +44,11 @@ use super::operands::{
     MatmulBlueprint, Member, MemberHandles, MemberLaunch, OperandHandles, Operands, Widths,
     decode_elements, decode_scales, epilogue_of, operands,
 };
-use super::plan::{Matmul, SMALL_M_K_TILE, SmallM};
+use super::plan::{Matmul, SMALL_M_K_TILE, SMALL_M_VECTOR as VECTOR, SmallM};
 use super::prefetch::prefetch_next;
 use super::small_m_input::{
     K_TILE_VECTORS, NormArgs, NormArgsLaunch, NormOperands, NormRow, QUARTER_STRIDE_PADDED,
-    ROW_STRIDE_PADDED, VECTOR, load_row, share, share_normalized,
+    ROW_STRIDE_PADDED, load_row, share, share_normalized,
 };
 use crate::decoder::swiglu::silu;
 use crate::memory::PackedIn;

@@ -15,12 +15,10 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::plan::{NormPlan, SMALL_M_K_TILE};
+use super::plan::{NormPlan, SMALL_M_K_TILE, SMALL_M_VECTOR as VECTOR};
 use crate::decoder::norm::{add_squares, scaled, sum_of};
 use crate::plan::{Conversion, UNITS};
 
-/// Values of a vector of the input.
-pub(super) const VECTOR: u32 = 8;
 /// Vectors of the input in a k tile.
 pub(super) const K_TILE_VECTORS: u32 = SMALL_M_K_TILE as u32 / VECTOR;
 /// Vectors between the four parts of a row of the input in shared memory. One vector of padding

@@ -9,8 +9,8 @@
 //! - An adapter that is added to the weight, `scale a b`, becomes two thin products, which are
 //!   added to the output.
 //! - Products with one input, such as queries, keys and values, become one launch if they have few
-//!   rows. A norm right before products of one row joins them, and so does the SwiGLU of two: a
-//!   layer of a decoder then takes six launches.
+//!   rows. A norm of one row that directly follows other products joins those after it, and so does
+//!   the SwiGLU of two: a layer of a decoder then takes six launches.
 //! - A lookup of an embedding gathers the codes and scales of its rows, and dequantizes only these.
 //!
 //! A product is found only if no other operation waits in the stream, so a layer with a packed

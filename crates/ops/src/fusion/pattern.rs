@@ -16,6 +16,7 @@ const DEQUANTIZE: &str = "fp4_dequantize";
 const NORM: &str = "decoder_rms_norm";
 const ADD_NORM: &str = "decoder_add_rms_norm";
 
+/// Name of the SwiGLU.
 const SWIGLU: &str = "decoder_swiglu";
 
 /// Most weights of a family: queries, keys and values.
@@ -290,12 +291,13 @@ impl Pattern {
         if custom.id != SWIGLU || !self.views.is_empty() {
             return false;
         }
-        let of_gate = match () {
-            () if reads_last(gate, first) && reads_last(up, second) => 0,
-            () if reads_last(gate, second) && reads_last(up, first) => 1,
-            () => return false,
-        };
-        self.swiglu = Some(SwiGlu { at: self.len, gate: of_gate, output: output.clone() });
+        let reads = |of_gate, of_up| reads_last(gate, of_gate) && reads_last(up, of_up);
+        let second_is_gate = reads(second, first);
+        if !second_is_gate && !reads(first, second) {
+            return false;
+        }
+        let gate = usize::from(second_is_gate);
+        self.swiglu = Some(SwiGlu { at: self.len, gate, output: output.clone() });
         true
     }
 

@@ -110,6 +110,17 @@ impl Device {
         dtype: Dtype,
         bias: bool,
     ) {
+        self.check_plans([m, n, k], scheme, dtype, bias, every_plan);
+    }
+
+    fn check_plans(
+        &self,
+        [m, n, k]: [usize; 3],
+        scheme: Fp4Scheme,
+        dtype: Dtype,
+        bias: bool,
+        plans: fn(&Matmul, &Capability) -> Vec<MatmulPlan>,
+    ) {
         let random = |rows, cols, seed| {
             Dense::new(rows, cols, &Kind::Outliers.values(rows * cols, seed), dtype)
         };
@@ -133,7 +144,7 @@ impl Device {
             let output = planned.run(client, handles.clone(), values.clone(), bias.clone(), None);
             floats(&self.client, output.expect("memory of these lengths"), kernel_dtype)
         };
-        let found: Vec<_> = every_plan(&matmul, device).into_iter().map(run).collect();
+        let found: Vec<_> = plans(&matmul, device).into_iter().map(run).collect();
         let added = bias.is_some().then(|| added.to_f32());
         let exact = exact_products(&packed.dequantize(), &input.to_f32(), added.as_deref(), k);
         for (plan, found) in found.iter().enumerate() {
@@ -295,7 +306,8 @@ impl Device {
                 None => (joined, input, None),
             };
             let normalizes = norm.is_some();
-            assert_eq!(normalizes, m == 1 && k <= 8192, "{what}");
+            let planes = capability.plane == 32;
+            assert_eq!(normalizes, planes && m == 1 && k <= 8192, "{what}");
             let found = joined.run(client, weights.clone(), input, norm, None);
             let found = found.expect("memory of these lengths");
             assert_eq!(found.sums.is_some(), adds && normalizes, "{what}");
@@ -736,8 +748,54 @@ fn norms_and_swiglu_in_a_family_are_those_of_their_own_launches() {
     }
 }
 
+/// A device without planes that emulates their matrix instruction, with one multiprocessor, so that
+/// cubes have several n tiles.
+fn emulating_mma() -> Option<Device> {
+    let mut device = Device::new();
+    (device.capability.mma, device.capability.cubes) = (true, 4);
+    // Devices with planes test the instruction itself.
+    (device.capability.plane == 1).then_some(device)
+}
+
+/// Plans the kernel for few rows, and of one row the other one.
+fn mma_plans(matmul: &Matmul, device: &Capability) -> Vec<MatmulPlan> {
+    let mma = (matmul.m == 1).then(|| matmul.mma(device));
+    [Some(matmul.small_m(device)), mma].into_iter().flatten().map(|plan| plan.unwrap()).collect()
+}
+
 /// Tests the code around the instructions. Each emulated multiplication has two barriers, which are
-/// slow on hosts: few shapes.
+/// slow on hosts: few shapes. K tiles divide evenly among the planes, so that all take part.
+#[test]
+fn emulated_mma_gives_the_products() {
+    let Some(device) = emulating_mma() else { return };
+    // The CPU runtime does not compile all of this for bf16.
+    let (shape, scheme, dtype) = ([1, 40, 2048], Fp4Scheme::nvfp4(), Dtype::F16);
+    device.check_plans(shape, scheme, dtype, true, mma_plans);
+}
+
+/// More shapes: 3 to 20 minutes on a host.
+#[test]
+#[ignore = "slow: barriers of the emulated instructions"]
+fn emulated_mma_gives_the_products_of_many_shapes() {
+    let Some(device) = emulating_mma() else { return };
+    let (nvfp4, dtype) = (Fp4Scheme::nvfp4(), Dtype::F16);
+    let (by_row, wide) = (nvfp4.with_tensor_scale(TensorScaling::Row), nvfp4.with_block_size(32));
+    for (shape, scheme, bias) in [
+        ([12, 70, 2048], by_row, false),
+        ([1, 10, 14336], nvfp4, true),
+        ([9, 50, 1024], wide, false),
+        ([16, 400, 256], wide, true),
+        ([8, 70, 1024], by_row, true),
+        ([3, 40, 2048], nvfp4, false),
+    ] {
+        device.check_plans(shape, scheme, dtype, bias, mma_plans);
+    }
+    assert!(device.check_family(1, &[64, 16, 16], 2048, nvfp4, dtype, true));
+    assert!(device.check_joined(1, &[20, 20], 2048, nvfp4, dtype, true));
+    assert!(device.check_joined(16, &[40, 40], 1024, nvfp4, dtype, true));
+}
+
+/// Tests the code around the instructions; see [`emulated_mma_gives_the_products`].
 #[test]
 fn emulated_wgmma_gives_the_products() {
     let mut device = Device::new();

@@ -44,7 +44,8 @@ pub use model::{KvCaches, Llama, Projection};
 pub use part::{Activations, Part, Stage};
 pub use perplexity::{Difference, Losses, Perplexity, WindowLoss, Windows, perplexity};
 pub use quantize::{
-    CalibrationWindows, QuantizeOptions, at_least_one, fp4_config, methods, scheme,
+    CalibrationWindows, QuantizeOptions, at_least, fp4_config, methods, methods_where, positive,
+    scheme,
 };
 pub use quantize_folder::{QuantizeFolder, QuantizedFolder, Seconds};
 pub use sampling::Sampling;

@@ -91,6 +91,34 @@ struct Mlp<L: Module> {
 /// The KV cache of each layer.
 pub type KvCaches = Vec<KvCache>;
 
+impl Llama<Linear> {
+    /// Returns the paths of the weights that inference engines run as one (queries, keys and
+    /// values; gate and up), with the largest magnitude of each group.
+    ///
+    /// # Errors
+    /// A magnitude cannot be read from the device.
+    pub fn fused_layers(&self) -> Result<Vec<(Vec<String>, f32)>> {
+        let of_layer =
+            |(at, DecoderLayer { self_attn, mlp, .. }): (usize, &DecoderLayer<Linear>)| {
+                let [queries, keys, values] =
+                    [&self_attn.q_proj, &self_attn.k_proj, &self_attn.v_proj];
+                let attention = [("q_proj", queries), ("k_proj", keys), ("v_proj", values)];
+                let gated = [("gate_proj", &mlp.gate_proj), ("up_proj", &mlp.up_proj)];
+                [("self_attn", &attention[..]), ("mlp", &gated[..])].map(|(parent, layers)| {
+                    let path =
+                        |(name, _): &(&str, _)| format!("layers.{at}.{parent}.{name}.weight");
+                    let largest = layers.iter().map(|(_, layer)| layer.weight.val().abs().max());
+                    let largest = Tensor::<1>::cat(largest.collect(), 0).max().cast(DType::F32);
+                    Ok((
+                        layers.iter().map(path).collect(),
+                        largest.into_data().try_to_vec::<f32>()?[0],
+                    ))
+                })
+            };
+        self.layers.iter().enumerate().flat_map(of_layer).collect()
+    }
+}
+
 impl<L: Projection> Llama<L> {
     /// Creates a model with random weights.
     ///

@@ -9,20 +9,21 @@ use examples::progress;
 use serde::Serialize;
 
 use super::model::{Llama, Projection};
+use super::quantize::at_least;
 use super::tokens::batch_of;
 
 /// Overlapping windows of a text.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Windows {
     /// Tokens of a window.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = at_least(2))]
     pub window: usize,
     /// Tokens between the starts of two windows. Tokens in both windows are context in the second:
     /// every token is predicted once.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 128, value_parser = at_least(1))]
     pub stride: usize,
     /// Windows of a batch.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 8, value_parser = at_least(1))]
     pub batch: usize,
 }
 
@@ -48,7 +49,8 @@ impl Windows {
         let Self { window, stride, batch } = self;
         ensure!(
             tokens.len() > 1,
-            "{} tokens to predict: expected at least 2; hold out more",
+            "{} tokens to predict: expected at least 2; pass a longer --text, or a larger \
+             --held-out",
             tokens.len()
         );
         ensure!(batch > 0, "--batch: expected at least 1, found 0");

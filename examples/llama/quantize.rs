@@ -5,7 +5,7 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fp4::ops::{Hadamard, is_host};
 use burn_fp4::{
     Calibration, CalibrationOptions, Fp4Config, Fp4Format, Fp4Module, Fp4Report, Fp4Scheme, Gptq,
-    Method,
+    Indivisible, Method,
 };
 use clap::builder::{PossibleValue, PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
 
@@ -48,24 +48,41 @@ pub struct QuantizeOptions {
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct CalibrationWindows {
     /// Windows to calibrate on.
-    #[arg(long = "calibration-windows", default_value_t = 128, value_parser = at_least_one())]
+    #[arg(long = "calibration-windows", default_value_t = 128, value_parser = at_least(1))]
     pub windows: usize,
     /// Tokens of a calibration window.
-    #[arg(long, default_value_t = 256, value_parser = at_least_one())]
+    #[arg(long, default_value_t = 256, value_parser = at_least(1))]
     pub context: usize,
     /// Seed of the calibration windows.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 }
 
-/// Parses a number from 1 on.
-pub fn at_least_one() -> impl TypedValueParser<Value = usize> {
-    RangedU64ValueParser::<usize>::new().range(1..)
+/// Parses a number from `least` on.
+pub fn at_least(least: u64) -> impl TypedValueParser<Value = usize> {
+    RangedU64ValueParser::<usize>::new().range(least..)
+}
+
+/// Parses a finite number above 0.
+///
+/// # Errors
+/// Any other text.
+pub fn positive(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(value) if value > 0.0 && f64::is_finite(value) => Ok(value),
+        _ => Err(String::from("pass a finite number above 0")),
+    }
 }
 
 /// Parses the name of a method; the help lists all of them.
 pub fn methods() -> impl TypedValueParser<Value = Method> {
-    let names = Method::NAMED.map(|row| PossibleValue::new(row.name).help(row.summary));
+    methods_where(|_| true)
+}
+
+/// Parses the name of a method that meets a condition; the help lists these.
+pub fn methods_where(meets: fn(Method) -> bool) -> impl TypedValueParser<Value = Method> {
+    let rows = Method::NAMED.into_iter().filter(move |row| row.name.parse().is_ok_and(meets));
+    let names = rows.map(|row| PossibleValue::new(row.name).help(row.summary));
     PossibleValuesParser::new(names).try_map(|name| name.parse::<Method>())
 }
 
@@ -79,6 +96,7 @@ pub fn scheme(format: Fp4Format, method: Method) -> Fp4Scheme {
 pub fn fp4_config<L: Projection>(model: &Llama<L>, scheme: Fp4Scheme) -> Fp4Config {
     let config = Fp4Config::new(scheme)
         .without_container("Fp4Embedding")
+        .indivisible(Indivisible::Skip)
         .share_scale(["q_proj", "k_proj", "v_proj"])
         .share_scale(["gate_proj", "up_proj"]);
     if model.has_lm_head() { config.exclude("lm_head.*") } else { config }

@@ -8,6 +8,7 @@ use burn::tensor::activation::{log_softmax, softmax};
 use burn::tensor::{DType, Device, Int, Tensor};
 
 use super::model::{Llama, Projection};
+use super::quantize::at_least;
 use super::tokens::Tokens;
 use examples::random::Random;
 use examples::training::{self, Schedule};
@@ -16,10 +17,10 @@ use examples::training::{self, Schedule};
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Batches {
     /// Windows of a batch.
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 8, value_parser = at_least(1))]
     pub batch: usize,
     /// Tokens of a window.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 128, value_parser = at_least(2))]
     pub context: usize,
     /// Seed of the training windows.
     #[arg(long, default_value_t = 1)]

@@ -250,6 +250,10 @@ fn notes_of_a_conversion_are_about_what_stays_fp4() {
     let error = run(folder.path(), "convert mx --out experts --dialect gpt-oss").2;
     let says = "cannot hold quantized layers other than stacked experts; write another --dialect";
     assert!(error.contains(says) && !error.contains("preset"), "{error}");
+    // Not one remedy after the other that does not help: no --inexact, no --format.
+    succeeds(folder.path(), "quantize model --out nv");
+    let error = run(folder.path(), "convert nv --out experts --dialect gpt-oss").2;
+    assert!(error.contains(says), "{error}");
 }
 
 #[test]

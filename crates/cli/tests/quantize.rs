@@ -1368,8 +1368,9 @@ fn a_dialect_of_experts_says_what_is_missing() {
     let folder = tempdir().expect("a folder");
     model::model(folder.path(), "model", SMALL);
     let plan = "quantize model --dry-run --dialect gpt-oss";
-    fails(folder.path(), plan, 2, &["cannot hold FP4 other than MXFP4", "use --format mxfp4"]);
+    // In any format: another one would not help.
     let says = ["the model has no stacked experts; use --dialect "];
+    fails(folder.path(), plan, 2, &says);
     fails(folder.path(), &format!("{plan} --format mxfp4"), 2, &says);
 }
 

@@ -5,7 +5,7 @@ mod model;
 use std::fs;
 use std::path::Path;
 
-use model::{SMALL, fails, fp4, succeeds};
+use model::{SMALL, Sizes, fails, fp4, run, succeeds};
 use serde_json::Value;
 use tempfile::tempdir;
 
@@ -130,6 +130,29 @@ fn models_without_a_name_in_common_are_refused() {
         ["other.gguf: no weight has the name of one in model", "token_embd.weight", "pass a"];
     fails(folder.path(), "report other.gguf --reference model", 2, &says);
     fails(folder.path(), "report ct --reference none", 2, &["none: no such file or folder"]);
+}
+
+#[test]
+fn a_reference_that_cannot_be_one_is_refused() {
+    let folder = tempdir().expect("a folder");
+    quantized(folder.path());
+    let says = ["model: no weight is quantized, but 14 of ct are; pass the quantized model first"];
+    fails(folder.path(), "report model --reference ct", 2, &says);
+    model::model(folder.path(), "wide", Sizes(2, 64, 96));
+    let says =
+        ["ct: no weight could be compared with wide (", "pass the model that it was made of"];
+    fails(folder.path(), "report ct --reference wide", 2, &says);
+}
+
+#[test]
+fn a_report_warns_of_fused_layers_with_tensor_scales_of_their_own() {
+    let folder = tempdir().expect("a folder");
+    model::model(folder.path(), "model", SMALL);
+    fs::write(folder.path().join("recipe.toml"), "together = false\n").expect("a recipe");
+    succeeds(folder.path(), "quantize model --out apart --recipe recipe.toml");
+    let (_, text, said) = run(folder.path(), "report apart --reference model");
+    let says = "has another tensor scale";
+    assert!(text.contains(says) || said.contains(says), "{text}{said}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-use burn_fp4_ops::{Fp4Format, MatmulPath};
+use burn_fp4_ops::{Fp4Format, Fp4Scheme, MatmulPath, TensorScaling};
 use burn_fp4_policy::fold::{Folded, fold};
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
@@ -138,6 +138,17 @@ fn outcome(parameter: &ParameterReport) -> String {
     }
 }
 
+/// Describes a scheme in the same words whatever the amax of its tensor scale: layers differ in it.
+fn without_amax(scheme: &Fp4Scheme) -> String {
+    match scheme.tensor_scale {
+        TensorScaling::Amax(_) => {
+            let other = scheme.with_tensor_scale(TensorScaling::Tensor);
+            format!("{other}, tensor scale of a given amax")
+        }
+        _ => scheme.to_string(),
+    }
+}
+
 /// Says what the table has no room for, in the same words for parameters with the same outcome.
 fn details(parameter: &ParameterReport) -> Option<String> {
     Some(match &parameter.outcome {
@@ -145,14 +156,14 @@ fn details(parameter: &ParameterReport) -> Option<String> {
             let fallback = fallback
                 .as_ref()
                 .map_or(String::new(), |reason| format!(" instead of {asked} ({reason})"));
-            format!("{scheme}{fallback}, along axis {axis}")
+            format!("{}{fallback}, along axis {axis}", without_amax(scheme))
         }
         Outcome::Provided { format, block_size, axis, .. } => {
             format!("{}, blocks of {block_size}, as provided, along axis {axis}", name(*format))
         }
         Outcome::FakeQuantized { scheme, axis, learned } => {
             let learned = if *learned { ", tensor scale learned" } else { "" };
-            format!("trained as {scheme}, along axis {axis}{learned}")
+            format!("trained as {}, along axis {axis}{learned}", without_amax(scheme))
         }
         Outcome::Adapted { rank, scale } => format!("adapter of rank {rank}, scale {scale}"),
         Outcome::Merged => "dense, with the adapter added".to_owned(),

@@ -11,7 +11,7 @@ use burn_fp4::{
 };
 use examples::table::{figure, table};
 use llama::{
-    Batches, CalibrationWindows, Fidelity, Folder, Llama, Tokens, Windows, at_least_one, fidelity,
+    Batches, CalibrationWindows, Fidelity, Folder, Llama, Tokens, Windows, at_least, fidelity,
     fp4_config, scheme, sensitivity,
 };
 use serde::Serialize;
@@ -34,7 +34,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value_t = 1)]
     first_seed: u64,
     /// Windows of 256 tokens to calibrate on.
-    #[arg(long, default_value_t = 128, value_parser = at_least_one())]
+    #[arg(long, default_value_t = 128, value_parser = at_least(1))]
     calibration_windows: usize,
     /// Windows of 128 tokens to differentiate the loss on, for the budgets. With 0 no budgets are
     /// compared.
@@ -239,8 +239,9 @@ impl Comparison<'_> {
         }
         if arguments.distillation.steps > 0 {
             let batches = Batches { seed, ..Batches::default() };
+            let scheme = scheme(format, arguments.distillation.distill_method);
             let (distilled, _, _) =
-                arguments.distillation.run(dense, format, tokens, batches, device)?;
+                arguments.distillation.run(dense, scheme, tokens, batches, device)?;
             variants.push(("distilled".to_owned(), distilled));
         }
         self.measured(variants)

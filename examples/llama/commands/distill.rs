@@ -6,13 +6,13 @@ use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::nn::Linear;
 use burn::tensor::Device;
-use burn_fp4::{Fp4Format, Fp4Module, Fp4Report, Method, WriteReport};
+use burn_fp4::{Fp4Format, Fp4Module, Fp4Report, Fp4Scheme, Method, TensorScaling, WriteReport};
 use examples::progress;
 use examples::training::Schedule;
-use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config, methods, scheme};
+use llama::{Batches, Folder, Llama, Tokens, distill, fp4_config, methods_where, positive, scheme};
 use serde::Serialize;
 
-use super::quantize::OutputOptions;
+use super::quantize::{OutputOptions, has_tensor_scales};
 use super::{DeviceOptions, TextOptions, print, saved_lines};
 
 /// Distill a dense model into a quantized one: train it, fake-quantized, on the dense logits.
@@ -40,17 +40,26 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
+/// Returns true if every step of a training can choose scales by a method: it needs no activations,
+/// and does not search for the tensor scale.
+fn trains(method: Method) -> bool {
+    [Method::Amax, Method::FOUR_OVER_SIX, Method::SSE].contains(&method)
+}
+
+/// Largest weight that a shared tensor scale has room for, relative to the largest before training.
+const HEADROOM: f32 = 1.25;
+
 /// Options of distillation.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct Distillation {
     /// Method that chooses scales at every step; it must work without calibration.
-    #[arg(long, value_parser = methods(), default_value_t = Method::SSE)]
+    #[arg(long, value_parser = methods_where(trains), default_value_t = Method::SSE)]
     pub(crate) distill_method: Method,
     /// Batches to distill on; with 0, `compare` skips distillation.
     #[arg(long, default_value_t = 600)]
     pub(crate) steps: usize,
     /// Peak learning rate.
-    #[arg(long, default_value_t = 1e-4)]
+    #[arg(long, default_value_t = 1e-4, value_parser = positive)]
     pub(crate) learning_rate: f64,
 }
 
@@ -70,11 +79,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let folder = Folder::open(&arguments.folder)?;
     let (teacher, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    let (format, batches) = (arguments.format, arguments.batches);
+    let dialect = arguments.output.dialect_or(None);
+    let scheme = scheme(arguments.format, arguments.distillation.distill_method);
+    let scheme = if has_tensor_scales(&dialect)? { scheme } else { scheme.without_tensor_scale() };
+    let batches = arguments.batches;
     let (student, quantized, divergence) =
-        arguments.distillation.run(&teacher, format, &tokens, batches, &device)?;
-    let WriteReport { files, bytes, .. } =
-        folder.save(&student, &arguments.out, &arguments.output.dialect_or(None))?;
+        arguments.distillation.run(&teacher, scheme, &tokens, batches, &device)?;
+    let WriteReport { files, bytes, .. } = folder.save(&student, &arguments.out, &dialect)?;
     let report = Report { quantized, divergence, files, bytes };
     print(&report, arguments.json, || {
         let ([before, after], quantized) = (divergence, &report.quantized);
@@ -95,16 +106,23 @@ impl Distillation {
     pub(crate) fn run(
         self,
         teacher: &Llama<Linear>,
-        format: Fp4Format,
+        scheme: Fp4Scheme,
         tokens: &Tokens,
         batches: Batches,
         device: &Device,
     ) -> Result<(Llama<Linear>, Fp4Report, [f64; 2])> {
         ensure!(self.steps > 0, "--steps: expected at least 1, found 0");
         let mut student = teacher.clone().train();
-        // Fake quantization needs a tensor scale for each weight.
-        let mut config = fp4_config(teacher, scheme(format, self.distill_method));
+        let mut config = fp4_config(teacher, scheme);
+        // While weights train, those that share a tensor scale keep the one they began with, with
+        // room to grow.
         config.share_scale.clear();
+        if scheme.rule.row().tensor_scale && scheme.tensor_scale == TensorScaling::Tensor {
+            for (paths, amax) in teacher.fused_layers()? {
+                let fixed = scheme.with_tensor_scale(TensorScaling::Amax(amax * HEADROOM));
+                config = paths.into_iter().fold(config, |config, path| config.with(path, fixed));
+            }
+        }
         student.fake_quantize_fp4(&config)?;
         let schedule =
             Schedule { steps: self.steps, learning_rate: self.learning_rate, warm_up: 20 };
@@ -112,7 +130,7 @@ impl Distillation {
         let mut losses = Vec::new();
         let progress = |_, loss| {
             losses.push(loss);
-            bar.set_message(format!("{format}, divergence {loss:.5}"));
+            bar.set_message(format!("{}, divergence {loss:.5}", scheme.format()));
             bar.inc(1);
         };
         let student = distill(student, teacher, tokens, schedule, batches, device, progress)?;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
 use burn::nn::Linear;
+use burn_fp4::checkpoints::dialect::{self, ScaleConvention};
 use burn_fp4::{Fp4Config, Fp4Report};
 use llama::{Folder, Llama, QuantizeFolder, QuantizeOptions, QuantizedFolder, names};
 use serde::Serialize;
@@ -76,11 +77,23 @@ struct Report {
     peak_memory_mb: f64,
 }
 
+/// Returns true if a dialect has a place for tensor scales.
+pub(crate) fn has_tensor_scales(dialect: &str) -> Result<bool> {
+    let (_, writer) = dialect::writer(dialect)?;
+    Ok(writer.scale_support().tensor_scale != ScaleConvention::Folded)
+}
+
 /// Returns the configuration and the dialect that the options or the recipe ask for.
 fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Config, String)> {
     let Some(path) = &arguments.recipe else {
         let transforms = arguments.options.hadamard.map(|_| "fp-quant".to_owned());
-        return Ok((arguments.options.config(model)?, arguments.output.dialect_or(transforms)));
+        let dialect = arguments.output.dialect_or(transforms);
+        let mut config = arguments.options.config(model)?;
+        if !has_tensor_scales(&dialect)? {
+            config.share_scale.clear();
+            config.scheme = config.scheme.without_tensor_scale();
+        }
+        return Ok((config, dialect));
     };
     let mut recipe = burn_fp4::Recipe::read(path)?;
     ensure!(

@@ -10,6 +10,7 @@ use examples::progress;
 use examples::training::Schedule;
 use llama::{
     Batches, Llama, LlamaConfig, Windows, byte_tokenizer, create, create_random, perplexity,
+    positive,
 };
 use serde::Serialize;
 
@@ -27,7 +28,7 @@ pub(crate) struct Arguments {
     #[arg(long, default_value_t = 800)]
     steps: usize,
     /// Peak learning rate.
-    #[arg(long, default_value_t = 3e-3)]
+    #[arg(long, default_value_t = 3e-3, value_parser = positive)]
     learning_rate: f64,
     #[command(flatten)]
     batches: Batches,

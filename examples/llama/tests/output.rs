@@ -53,6 +53,48 @@ fn errors_print_without_a_backtrace() {
 }
 
 #[test]
+fn numbers_that_mean_nothing_are_refused_before_the_work() {
+    for arguments in [
+        &["train", "x", "--batch", "0"][..],
+        &["train", "x", "--context", "1"],
+        &["train", "x", "--learning-rate", "nan"],
+        &["distill", "tests/models/genesis", "x", "--batch", "0"],
+        &["distill", "tests/models/genesis", "x", "--distill-method", "gptq"],
+        &["perplexity", "tests/models/genesis", "--window", "1"],
+        &["perplexity", "tests/models/genesis", "--stride", "0"],
+        &["generate", "tests/models/genesis", "--temperature", "inf"],
+        &["generate", "tests/models/genesis", "--top-k", "5"],
+        &["generate", "tests/models/genesis", "--temperature", "1", "--top-k", "0"],
+    ] {
+        let output = llama(arguments).output().expect("a program");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
+        assert!(said.starts_with("error: "), "{said}");
+    }
+}
+
+#[test]
+#[ignore = "slow"]
+fn layers_that_engines_fuse_share_a_tensor_scale_after_distillation() {
+    let (trained, distilled) = (out("to distill"), out("distilled"));
+    let [trained, distilled] = [&trained, &distilled].map(|path| path.to_str().expect("text"));
+    stdout(llama(&["train", trained, "--steps", "0"]).output().unwrap());
+    let distill = ["distill", trained, distilled, "--steps", "2", "--batch", "1"];
+    let text = stdout(llama(&distill).output().unwrap());
+    assert!(text.contains("and 19 more: NVFP4") && text.contains("of a given amax"), "{text}");
+    let report = ["report", distilled, "--reference", trained, "--held-out", "0.01"];
+    let output = llama(&report).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned() + &stdout(output);
+    assert!(said.contains("readers: vLLM") && !said.contains("tensor scale"), "{said}");
+    // A dialect without tensor scales.
+    let (mlx, distilled) = (out("mlx"), out("distilled for mlx"));
+    let [mlx, distilled] = [&mlx, &distilled].map(|path| path.to_str().expect("text"));
+    stdout(llama(&["quantize", trained, mlx, "--dialect", "mlx"]).output().unwrap());
+    let distill = ["distill", trained, distilled, "--steps", "1", "--batch", "1"];
+    stdout(llama(&[&distill[..], &["--dialect", "mlx"]].concat()).output().unwrap());
+}
+
+#[test]
 fn a_reader_that_has_seen_enough_is_no_error() {
     let arguments = ["perplexity", "tests/models/genesis", "--text", "README.md"];
     let mut command = llama(&[&arguments[..], &["--held-out", "0.02", "--json"]].concat());

@@ -1,11 +1,66 @@
-//! [`WgmmaInstructions`] emulated with plain loads, stores and multiplications. With it a device
-//! without WGMMA tests the code around the instructions.
+//! [`MmaInstructions`] and [`WgmmaInstructions`] emulated with plain loads, stores and
+//! multiplications. With them a device without the instructions tests the code around them.
 
 use burn_fp4_search::formats::E4M3;
 use cubecl::prelude::*;
 
+use super::mma::{MmaInstructions, Pair};
 use super::wgmma::{Operand, WgmmaInstructions};
 use crate::numeric::scale_grid::{float_value, round_to_float};
+use crate::plan::EMULATED_MMA_WORDS;
+
+/// The emulated instruction of a plane. Every unit of the cube must take part at once: in a test,
+/// k tiles divide evenly among the planes.
+pub(crate) struct EmulatedMma;
+
+#[cube]
+impl MmaInstructions for EmulatedMma {
+    fn multiply<F: Float>(
+        a: &Array<Vector<F, Pair>>,
+        b: &Array<Vector<F, Pair>>,
+        sums: &mut Array<Vector<f32, Pair>>,
+        scratch: &mut [f32],
+        #[comptime] from: u32,
+    ) {
+        let (plane, quad, part) = (UNIT_POS - UNIT_POS % 32, UNIT_POS % 32 / 4, UNIT_POS % 4);
+        let own = from + UNIT_POS * EMULATED_MMA_WORDS;
+        sync_cube();
+        #[unroll]
+        for vector in 0..4u32 {
+            scratch[(own + vector) as usize] = f32::reinterpret(a[vector as usize]);
+        }
+        #[unroll]
+        for vector in 0..2u32 {
+            scratch[(own + 4 + vector) as usize] = f32::reinterpret(b[vector as usize]);
+        }
+        sync_cube();
+        #[unroll]
+        for below in 0..2u32 {
+            let mut row = sums[below as usize];
+            #[unroll]
+            for column in 0..2u32 {
+                let mut sum = row.extract(column as usize);
+                for pair in 0..4u32 {
+                    let of_a = from + (plane + quad * 4 + pair) * EMULATED_MMA_WORDS;
+                    let of_b = from + (plane + (2 * part + column) * 4 + pair) * EMULATED_MMA_WORDS;
+                    #[unroll]
+                    for half in 0..2u32 {
+                        let left = scratch[(of_a + comptime!(2 * half + below)) as usize];
+                        let right = scratch[(of_b + comptime!(4 + half)) as usize];
+                        sum +=
+                            product_of_halves::<F>(u32::reinterpret(left), u32::reinterpret(right));
+                    }
+                }
+                row.insert(column as usize, sum);
+            }
+            sums[below as usize] = row;
+        }
+    }
+
+    fn sync_plane() {
+        sync_cube();
+    }
+}
 
 /// The emulated instructions.
 pub(crate) struct EmulatedWgmma;

@@ -17,7 +17,7 @@ use half::f16;
 
 use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
 use super::plan::{Gemv, Matmul};
-use crate::numeric::element::decode_pair;
+use crate::numeric::element::decode_word;
 use crate::numeric::scale_grid::{scale_value, scaled_element};
 use crate::plan::{Dtype, UNITS};
 use crate::tensor::load_store::widen;
@@ -119,12 +119,10 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
             for row in 0..plane_n {
                 let factor = factors[comptime!((row * k_tile_blocks + block) as usize)];
                 let packed = loaded[row as usize].extract(comptime!(word as usize));
+                let pairs = decode_word::<f16, Const<2>>(packed, Dtype::F16);
                 #[unroll]
                 for pair in 0..4u32 {
-                    let halves = decode_pair::<f16, Const<2>>(
-                        packed << comptime!(12 - 4 * pair),
-                        Dtype::F16,
-                    );
+                    let halves = pairs[pair as usize];
                     #[unroll]
                     for half in 0..2u32 {
                         let decoded = f32::cast_from(halves.extract(comptime!(half as usize)));

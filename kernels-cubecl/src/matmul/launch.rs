@@ -12,9 +12,9 @@ use super::small_m_input::NormOperands;
 use super::{
     fp8_input, gemv, mma, portable_cmma, portable_gemm, portable_gemv, small_m, wgmma, wgmma_fp8,
 };
-use crate::instructions::EmulatedWgmma;
 #[cfg(feature = "cuda")]
 use crate::instructions::PtxWgmma;
+use crate::instructions::{EmulatedMma, EmulatedWgmma, PlaneMma};
 use crate::memory::{PackedHandles, check_memory};
 #[cfg(feature = "cuda")]
 use crate::plan::WgmmaSupport;
@@ -113,11 +113,16 @@ impl MatmulPlan {
             }
             Kernel::Mma(plan) => {
                 // f32 is never planned for this kernel.
-                let launch = match (dtype == Dtype::Bf16, block_size) {
-                    (true, 16) => mma::launch::<bf16, u16>,
-                    (true, _) => mma::launch::<bf16, u8>,
-                    (false, 16) => mma::launch::<f16, u16>,
-                    (false, _) => mma::launch::<f16, u8>,
+                let emulated = plan.scratch > 0;
+                let launch = match (dtype == Dtype::Bf16, block_size == 16, emulated) {
+                    (true, true, false) => mma::launch::<PlaneMma, bf16, u16>,
+                    (true, false, false) => mma::launch::<PlaneMma, bf16, u8>,
+                    (false, true, false) => mma::launch::<PlaneMma, f16, u16>,
+                    (false, false, false) => mma::launch::<PlaneMma, f16, u8>,
+                    (true, true, true) => mma::launch::<EmulatedMma, bf16, u16>,
+                    (true, false, true) => mma::launch::<EmulatedMma, bf16, u8>,
+                    (false, true, true) => mma::launch::<EmulatedMma, f16, u16>,
+                    (false, false, true) => mma::launch::<EmulatedMma, f16, u8>,
                 };
                 launch(client, handles, made, matmul, blueprint, plan);
             }
@@ -208,11 +213,16 @@ fn launch_small_m(
     blueprint: MatmulBlueprint,
     plan: SmallM,
 ) {
-    let launch = match (matmul.dtype == Dtype::Bf16, matmul.block_size) {
-        (true, 16) => small_m::launch::<bf16, u32>,
-        (true, _) => small_m::launch::<bf16, u16>,
-        (false, 16) => small_m::launch::<f16, u32>,
-        (false, _) => small_m::launch::<f16, u16>,
+    let emulated = plan.scratch > 0;
+    let launch = match (matmul.dtype == Dtype::Bf16, matmul.block_size == 16, emulated) {
+        (true, true, false) => small_m::launch::<PlaneMma, bf16, u32>,
+        (true, false, false) => small_m::launch::<PlaneMma, bf16, u16>,
+        (false, true, false) => small_m::launch::<PlaneMma, f16, u32>,
+        (false, false, false) => small_m::launch::<PlaneMma, f16, u16>,
+        (true, true, true) => small_m::launch::<EmulatedMma, bf16, u32>,
+        (true, false, true) => small_m::launch::<EmulatedMma, bf16, u16>,
+        (false, true, true) => small_m::launch::<EmulatedMma, f16, u32>,
+        (false, false, true) => small_m::launch::<EmulatedMma, f16, u16>,
     };
     launch(client, handles, output, matmul, family, norm, blueprint, plan);
 }
@@ -302,7 +312,8 @@ impl FamilyPlan {
     #[must_use]
     pub fn with_norm(&self, adds: bool) -> Option<Self> {
         let norm = NormPlan::of(self.first.k, self.launch.units(), adds);
-        let norm = norm.filter(|_| self.first.m == 1)?;
+        // Planes add the squares; where matrix instructions are emulated there are none.
+        let norm = norm.filter(|_| self.first.m == 1 && self.launch.scratch == 0)?;
         let launch = SmallM { norm: Some(norm), ..self.launch };
         Some(Self { launch, ..self.clone() })
     }

@@ -37,7 +37,6 @@
 //! ```
 
 use cubecl::client::Client;
-use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -46,11 +45,12 @@ use super::operands::{
     operands,
 };
 use super::plan::{K_TILE, Matmul, Mma, PLANES};
+use crate::instructions::{MmaInstructions, Pair};
 use crate::numeric::scale_grid::sum_shift;
 use crate::plan::UNITS;
 
 /// Launches the kernel. `S` holds the block scales that a lane needs of a packed row.
-pub(super) fn launch<F: Float, S: Int>(
+pub(super) fn launch<I: MmaInstructions, F: Float, S: Int>(
     client: &Client,
     handles: OperandHandles,
     output: Handle,
@@ -63,7 +63,7 @@ pub(super) fn launch<F: Float, S: Int>(
     // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
-        mma_kernel::launch_unchecked::<F, S>(
+        mma_kernel::launch_unchecked::<I, F, S>(
             client,
             CubeCount::Static(plan.cubes, 1, 1),
             CubeDim::new_1d(UNITS),
@@ -194,7 +194,7 @@ fn load_round<F: Float, S: Int, W: Size, X: Size>(
 /// Runs the main loop at the head of this file. The next round is loaded while one is computed.
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
-fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
+fn mma_kernel<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
     #[comptime] plan: Mma,
@@ -203,15 +203,10 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     let Mma { n_tiles, m_tiles, .. } = comptime!(plan);
     let lane = lane(operands.dims.m, plan);
 
-    let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
-    let size!(NA) = definition.vector_size(MatrixIdent::A);
-    let size!(NB) = definition.vector_size(MatrixIdent::B);
-    let size!(NC) = definition.vector_size(MatrixIdent::Accumulator);
-
-    let mut sums = Sequence::<Array<Vector<f32, NC>>>::new();
+    let mut sums = Sequence::<Array<Vector<f32, Pair>>>::new();
     #[unroll]
     for _ in 0..comptime!(n_tiles * m_tiles) {
-        let mut zeros = Array::<Vector<f32, NC>>::new(2usize);
+        let mut zeros = Array::<Vector<f32, Pair>>::new(2usize);
         zeros[0] = Vector::new(0.0f32);
         zeros[1] = Vector::new(0.0f32);
         sums.push(zeros);
@@ -220,6 +215,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
     // Double buffer of the input that planes share: this round and the next.
     let half = comptime!((2 * copied(plan) * UNITS).max(1));
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(2 * half as usize));
+    let mut scratch = Shared::<[f32]>::new_slice(comptime!(plan.scratch as usize + 1));
 
     let takes_input = comptime!(plan.takes_input());
     let length = comptime!(if takes_input { 4 } else { (2 * copied(plan)).max(1) });
@@ -245,11 +241,11 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
             }
         }
         let mut words = Array::<Vector<u32, W>>::new(comptime!((2 * n_tiles) as usize));
-        let mut factors = Array::<Vector<F, NA>>::new(comptime!((4 * n_tiles) as usize));
+        let mut factors = Array::<Vector<F, Pair>>::new(comptime!((4 * n_tiles) as usize));
         #[unroll]
         for row in 0..comptime!(2 * n_tiles) {
             words[row as usize] = loaded.words[row as usize];
-            decode_scales::<F, NA>(&mut factors, row, loaded.scales[row as usize], blueprint);
+            decode_scales::<F, Pair>(&mut factors, row, loaded.scales[row as usize], blueprint);
         }
         share_input::<X>(&mut shared, buffer, &loaded.copies, plan);
         load_round::<F, S, W, X>(operands, round + 1, &mut loaded, &lane, plan);
@@ -260,7 +256,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
             #[unroll]
             for block in 0..2u32 {
                 let tiling = comptime!(BlockTiling::new(plan, block));
-                let mut weights = Sequence::<Array<Vector<F, NA>>>::new();
+                let mut weights = Sequence::<Array<Vector<F, Pair>>>::new();
                 let mut values =
                     Array::<Vector<u32, X>>::new(comptime!((4 * tiling.tiles_per_group) as usize));
                 // The next tiles of the input are read while some are multiplied.
@@ -282,19 +278,13 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
                         }
                     }
                     if comptime!(group == 0) {
-                        decode_weights::<F, W, NA>(
-                            &words,
-                            &factors,
-                            &mut weights,
-                            blueprint,
-                            tiling,
-                        );
+                        decode_weights::<F, W>(&words, &factors, &mut weights, blueprint, tiling);
                     } else {
-                        multiply_tiles::<F, X, NA, NB, NC>(
-                            &definition,
+                        multiply_tiles::<I, F, X>(
                             &weights,
                             &values,
                             &mut sums,
+                            &mut scratch,
                             comptime!(group - 1),
                             tiling,
                         );
@@ -304,7 +294,7 @@ fn mma_kernel<F: Float, S: Int, W: Size, X: Size>(
         }
         round += 1u32;
     }
-    store_sums::<F, S, W, X, NC>(operands, output, &sums, &lane, plan);
+    store_sums::<F, S, W, X>(operands, output, &sums, &lane, plan);
 }
 
 /// A block of a k tile, and the grouping of the tiles of the input that are multiplied with it.
@@ -413,30 +403,38 @@ fn read_tile<F: Float, S: Int, W: Size, X: Size>(
 
 /// Decodes the weight's fragments of every pair and tile of rows: `element x block scale`.
 #[cube]
-fn decode_weights<F: Float, W: Size, NA: Size>(
+fn decode_weights<F: Float, W: Size>(
     words: &Array<Vector<u32, W>>,
-    factors: &Array<Vector<F, NA>>,
-    weights: &mut Sequence<Array<Vector<F, NA>>>,
+    factors: &Array<Vector<F, Pair>>,
+    weights: &mut Sequence<Array<Vector<F, Pair>>>,
     #[comptime] blueprint: MatmulBlueprint,
     #[comptime] tiling: BlockTiling,
 ) {
+    let rows = comptime!(2 * tiling.plan.n_tiles);
+    let mut decoded = Sequence::<Array<Vector<F, Pair>>>::new();
+    #[unroll]
+    for row in 0..rows {
+        #[unroll]
+        for word in 0..2u32 {
+            let word_of = comptime!((2 * tiling.block + word) as usize);
+            let packed = words[row as usize].extract(word_of);
+            decoded.push(decode_elements::<F, Pair>(packed, blueprint));
+        }
+    }
     #[unroll]
     for pair in 0..4u32 {
         #[unroll]
         for tile in 0..tiling.plan.n_tiles {
-            let mut registers = Array::<Vector<F, NA>>::new(4usize);
+            let mut registers = Array::<Vector<F, Pair>>::new(4usize);
             #[unroll]
             for word in 0..2u32 {
                 #[unroll]
                 for half in 0..2u32 {
-                    let row = comptime!((tile * 2 + half) as usize);
-                    let word_of = comptime!((2 * tiling.block + word) as usize);
-                    let decoded = decode_elements::<F, NA>(
-                        words[row].extract(word_of) << comptime!(12 - 4 * pair),
-                        blueprint,
-                    );
-                    let factor = factors[comptime!(row * 2 + tiling.block as usize)];
-                    registers[comptime!((2 * word + half) as usize)] = decoded * factor;
+                    let row = comptime!(tile * 2 + half);
+                    let pairs = decoded.index(comptime!((2 * row + word) as usize));
+                    let factor = factors[comptime!((row * 2 + tiling.block) as usize)];
+                    registers[comptime!((2 * word + half) as usize)] =
+                        pairs[pair as usize] * factor;
                 }
             }
             weights.push(registers);
@@ -446,11 +444,11 @@ fn decode_weights<F: Float, W: Size, NA: Size>(
 
 /// Adds the products of every tile of packed rows with a group of tiles of the input to the sums.
 #[cube]
-fn multiply_tiles<F: Float, X: Size, NA: Size, NB: Size, NC: Size>(
-    definition: &MmaDefinition<F, F, f32>,
-    weights: &Sequence<Array<Vector<F, NA>>>,
+fn multiply_tiles<I: MmaInstructions, F: Float, X: Size>(
+    weights: &Sequence<Array<Vector<F, Pair>>>,
     values: &Array<Vector<u32, X>>,
-    sums: &mut Sequence<Array<Vector<f32, NC>>>,
+    sums: &mut Sequence<Array<Vector<f32, Pair>>>,
+    scratch: &mut [f32],
     #[comptime] group: u32,
     #[comptime] tiling: BlockTiling,
 ) {
@@ -461,21 +459,18 @@ fn multiply_tiles<F: Float, X: Size, NA: Size, NB: Size, NC: Size>(
         for tile in 0..tiling.tiles_per_group {
             let m_tile = comptime!(group * tiling.tiles_per_group + tile);
             let of = values[comptime!((tiling.slot(m_tile) + pair / 2) as usize)];
-            let mut registers = Array::<Vector<F, NB>>::new(2usize);
+            let mut registers = Array::<Vector<F, Pair>>::new(2usize);
             #[unroll]
             for word in 0..2u32 {
                 let value = of.extract(comptime!((pair % 2 * 2 + word) as usize));
-                registers[comptime!(word as usize)] = Vector::<F, NB>::reinterpret(value);
+                registers[comptime!(word as usize)] = Vector::<F, Pair>::reinterpret(value);
             }
             #[unroll]
             for n_tile in 0..n_tiles {
                 let weight = comptime!((pair * n_tiles + n_tile) as usize);
                 let sum = comptime!(n_tile * m_tiles + m_tile);
-                definition.execute_inplace(
-                    weights.index(weight),
-                    &registers,
-                    sums.index_mut(comptime!(sum as usize)),
-                );
+                let sums = sums.index_mut(comptime!(sum as usize));
+                I::multiply::<F>(weights.index(weight), &registers, sums, scratch, 0u32);
             }
         }
     }
@@ -484,10 +479,10 @@ fn multiply_tiles<F: Float, X: Size, NA: Size, NB: Size, NC: Size>(
 /// Adds the sums along k and stores them, a tile at a time: 16 packed rows for each of 8 rows of
 /// the input, which start in different banks.
 #[cube]
-fn store_sums<F: Float, S: Int, W: Size, X: Size, NC: Size>(
+fn store_sums<F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
-    sums: &Sequence<Array<Vector<f32, NC>>>,
+    sums: &Sequence<Array<Vector<f32, Pair>>>,
     lane: &Lane,
     #[comptime] plan: Mma,
 ) {

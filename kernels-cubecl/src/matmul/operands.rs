@@ -8,7 +8,7 @@ use cubecl::server::Handle;
 use super::plan::Matmul;
 use super::prefetch::{Prefetch, PrefetchArgs};
 use crate::memory::{PackedHandles, PackedIn};
-use crate::numeric::element::{decode_pair, narrow};
+use crate::numeric::element::{decode_word, narrow};
 use crate::numeric::scale_grid::{element_shift, product_scale, product_scale_pair};
 use crate::plan::{Capability, Conversion, Dtype};
 
@@ -163,17 +163,20 @@ pub(super) fn decode_scales<F: Float, NA: Size>(
     }
 }
 
-/// Decodes elements as [`decode_pair`] does, and restores their magnitude if block scales need it.
+/// Decodes elements as [`decode_word`] does, and restores their magnitude if block scales need it.
 #[cube]
 pub(super) fn decode_elements<F: Float, N: Size>(
     word: u32,
     #[comptime] blueprint: MatmulBlueprint,
-) -> Vector<F, N> {
-    let decoded = decode_pair::<F, N>(word, comptime!(blueprint.dtype));
-    match comptime!(element_shift(blueprint.grid(), blueprint.dtype)) {
-        Some(shift) => decoded * Vector::new(F::cast_from(shift)),
-        None => decoded,
+) -> Array<Vector<F, N>> {
+    let mut pairs = decode_word::<F, N>(word, comptime!(blueprint.dtype));
+    if let Some(shift) = comptime!(element_shift(blueprint.grid(), blueprint.dtype)) {
+        #[unroll]
+        for pair in 0..4usize {
+            pairs[pair] *= Vector::new(F::cast_from(shift));
+        }
     }
+    pairs
 }
 
 /// Returns the output of a packed row: the sum times the tensor scale, plus the bias, rounded once.
@@ -184,20 +187,31 @@ pub(crate) fn epilogue<F: Float, S: Int, W: Size, X: Size>(
     row: u32,
 ) -> F {
     let blueprint = comptime!(operands.blueprint);
-    epilogue_of::<F, S, W>(&operands.weight, operands.bias, sum, row, blueprint)
+    let factor = tensor_scale::<S, W>(&operands.weight, row, blueprint);
+    epilogue_with::<F>(factor, operands.bias, sum, row, blueprint)
 }
 
-/// Returns the output of a packed row of a weight; see [`epilogue`].
+/// Returns the tensor scale of a packed row of a weight.
 #[cube]
-pub(crate) fn epilogue_of<F: Float, S: Int, W: Size>(
+pub(super) fn tensor_scale<S: Int, W: Size>(
     weight: &PackedIn<S, W>,
+    row: u32,
+    #[comptime] blueprint: MatmulBlueprint,
+) -> f32 {
+    let at = if comptime!(blueprint.by_row) { row } else { 0u32.runtime() };
+    f32::reinterpret(weight.tensor_scale[at as usize])
+}
+
+/// Returns the output of a packed row, given its tensor scale; see [`epilogue`].
+#[cube]
+pub(super) fn epilogue_with<F: Float>(
+    tensor_scale: f32,
     bias: &[F],
     sum: f32,
     row: u32,
     #[comptime] blueprint: MatmulBlueprint,
 ) -> F {
-    let factor = if comptime!(blueprint.by_row) { row } else { 0u32.runtime() };
-    let mut value = sum * f32::reinterpret(weight.tensor_scale[factor as usize]);
+    let mut value = sum * tensor_scale;
     if comptime!(blueprint.bias) {
         value += f32::cast_from(bias[row as usize]);
     }

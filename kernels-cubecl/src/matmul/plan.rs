@@ -165,12 +165,17 @@ pub(super) struct SmallM {
     pub n_planes: u32,
     /// Planes that divide k: split-K within the cube.
     pub k_planes: u32,
+    /// Pipeline stages: k tiles in the registers of a plane. One is multiplied while the others are
+    /// loaded.
+    pub stages: u32,
     /// Rows of the input, rounded up to a power of two.
     pub tile_m: u32,
     /// True for SwiGLU of the outputs of two weights: a plane has eight packed rows of each.
     pub gated: bool,
     /// The norm before the matmul.
     pub norm: Option<NormPlan>,
+    /// Values of shared memory for emulated instructions.
+    pub scratch: u32,
 }
 
 impl SmallM {
@@ -199,9 +204,25 @@ impl SmallM {
         16 * self.n_planes + 4
     }
 
-    /// Returns the values of the sums of a plane in shared memory, f32.
-    pub(super) const fn staged_sums(&self) -> u32 {
+    /// Returns the number of sums of a plane in shared memory, f32.
+    pub(super) const fn plane_sums(&self) -> u32 {
         8 * self.m_tiles() * self.staged_stride()
+    }
+
+    /// Returns the number of sums of an n tile in shared memory.
+    pub(super) const fn tile_sums(&self) -> u32 {
+        self.k_planes * self.plane_sums()
+    }
+
+    /// Returns how many n tiles have sums in shared memory at once. Planes that share the input of
+    /// each step wait for each other between two n tiles.
+    pub(super) const fn staged_tiles(&self) -> u32 {
+        if self.n_planes > 1 { 1 } else { 2 }
+    }
+
+    /// Returns the number of all sums in shared memory.
+    pub(super) const fn staged_sums(&self) -> u32 {
+        self.staged_tiles() * self.tile_sums()
     }
 
     /// Returns the n tiles of a weight of n packed rows.
@@ -262,8 +283,8 @@ pub(super) const SMALL_M_VECTOR: u32 = 8;
 /// Elements of k that a plane of `small_m.rs` takes at a time.
 pub(super) const SMALL_M_K_TILE: usize = 256;
 
-/// Units on a multiprocessor that run `small_m.rs` at once. With 62 to 90 registers for each, as on
-/// an H100, more would fit there; 640 to 1024 were no faster.
+/// Units on a multiprocessor that run `small_m.rs` at once. More were no faster: registers
+/// leave room for 768 with two pipeline stages.
 const SMALL_M_UNITS: u32 = 512;
 
 /// Largest m of `small_m.rs`.
@@ -283,6 +304,8 @@ pub(super) struct Mma {
     pub n_planes: u32,
     /// Planes that divide the rows of the input.
     pub m_planes: u32,
+    /// Values of shared memory for emulated instructions.
+    pub scratch: u32,
 }
 
 impl Mma {
@@ -330,7 +353,7 @@ const CONFIGS: [Mma; 6] = [
 ];
 
 const fn config(n_tiles: u32, m_tiles: u32, n_planes: u32, m_planes: u32) -> Mma {
-    Mma { cubes: 0, n_tiles, m_tiles, n_planes, m_planes }
+    Mma { cubes: 0, n_tiles, m_tiles, n_planes, m_planes, scratch: 0 }
 }
 
 /// Launch of `gemv.rs`. A plane multiplies some packed rows with some rows of the input, over all
@@ -542,13 +565,25 @@ impl Matmul {
             _ => return refuse("there are too many rows of the input for them"),
         };
         let tile_m = self.m.next_power_of_two();
+        let at_once = sms.max(1) * (SMALL_M_UNITS / (32 * n_planes * k_planes)).max(1);
+        let turns = cubes(n_planes).div_ceil(at_once as usize);
+        let steps = turns * self.k.div_ceil(SMALL_M_K_TILE * k_planes as usize);
+        // More than two pay off where a plane takes many steps, or steps of many rows that other
+        // planes wait for.
+        let stages = match self.m {
+            0..=4 if steps >= 7 => 3,
+            9..=MAX_SMALL_M if (n_planes, k_planes) == (2, 4) => 3,
+            _ => 2,
+        };
         Ok(SmallM {
-            cubes: sms * (SMALL_M_UNITS / (32 * n_planes * k_planes)).max(1),
+            cubes: at_once,
             n_planes,
             k_planes,
+            stages,
             tile_m: tile_m as u32,
             gated: false,
             norm: None,
+            scratch: device.mma_scratch(32 * n_planes * k_planes),
         })
     }
 
@@ -568,7 +603,9 @@ impl Matmul {
         let last = &CONFIGS[CONFIGS.len() - 1];
         let config = fits.find(|config| cubes(config) >= enough(config)).unwrap_or(last);
         match u32::try_from(cubes(config)) {
-            Ok(cubes) if cubes <= device.max_cubes => Ok(Mma { cubes, ..*config }),
+            Ok(cubes) if cubes <= device.max_cubes => {
+                Ok(Mma { cubes, scratch: device.mma_scratch(UNITS), ..*config })
+            }
             _ => refuse("there are too many cubes"),
         }
     }
@@ -735,6 +772,11 @@ mod tests {
         assert_eq!(matmul(1, 28672, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 2);
         assert_eq!(matmul(1, 4096, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 2);
         assert_eq!(matmul(16, 8192, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 4);
+        let stages = |m, n, k| matmul(m, n, k).small_m_launch(&GPU).unwrap().stages;
+        assert_eq!([stages(1, 4096, 4096), stages(1, 6144, 4096)], [2, 2]);
+        assert_eq!([stages(1, 28672, 4096), stages(4, 4096, 14336)], [3, 3]);
+        assert_eq!([stages(8, 4096, 14336), stages(16, 28672, 4096)], [2, 2]);
+        assert_eq!([stages(16, 4096, 4096), stages(16, 6144, 4096)], [3, 2]);
         let odd = matmul(1, 8192, 384).small_m(&GPU);
         assert!(matches!(odd, Err(Refusal::Instructions { .. })), "{odd:?}");
     }
@@ -763,8 +805,8 @@ mod tests {
                 let Ok(plan) = matmul(m, n, k).small_m_launch(&GPU) else { continue };
                 let SmallM { k_planes, tile_m, .. } = plan;
                 planned += 1;
-                // 36 vectors of 16 bytes for a k tile of a row, in two steps; see `small_m.rs`.
-                let bytes = 16 * 36 * tile_m * 2 * k_planes + 4 * k_planes * plan.staged_sums();
+                // 36 vectors of 16 bytes for a k tile of a row, in two places; see `small_m.rs`.
+                let bytes = 16 * 36 * tile_m * 2 * k_planes + 4 * plan.staged_sums();
                 assert!(bytes <= 99 << 10, "{m} x {n} x {k}: {bytes} bytes, {plan:?}");
             }
         }

@@ -12,7 +12,7 @@
 //! cube: n_planes x k_planes planes for one weight of a family that multiplies one input. They take
 //! every `cubes`-th of its n tiles: 16 x n_planes packed rows
 //! if a norm comes before the matmul: load the whole input              (load_row)
-//! load codes, scales and input of the first two steps                  (load_step)
+//! load codes, scales and input of the first steps, one per stage       (load_step)
 //! if a norm comes before: normalize the input                          (share_normalized)
 //! prefetch the weight of the next matmul, now or before the last steps (prefetch_next)
 //! for the steps of all n tiles: `k_planes` k tiles each
@@ -20,7 +20,7 @@
 //!     for half of a word of eight codes:                               (multiply)
 //!         weights = codes x scales, in registers
 //!         sums += weights x input, for every eight rows of the input
-//!     load the step after the next, also of the next n tile            (load_step)
+//!     load a step to these registers, also of the next n tile          (load_step)
 //!     after the last step of an n tile:
 //!         share the sums of the planes                                 (stage_sums)
 //!         add those along k; epilogue                                  (store_sums)
@@ -36,13 +36,12 @@
 //! second load would wait for the first.
 
 use cubecl::client::Client;
-use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::operands::{
     MatmulBlueprint, Member, MemberHandles, MemberLaunch, OperandHandles, Operands, Widths,
-    decode_elements, decode_scales, epilogue_of, operands,
+    decode_elements, decode_scales, epilogue_with, operands, tensor_scale,
 };
 use super::plan::{Matmul, SMALL_M_K_TILE, SMALL_M_VECTOR as VECTOR, SmallM};
 use super::prefetch::prefetch_next;
@@ -51,6 +50,7 @@ use super::small_m_input::{
     ROW_STRIDE_PADDED, load_row, share, share_normalized,
 };
 use crate::decoder::swiglu::silu;
+use crate::instructions::{MmaInstructions, Pair};
 use crate::memory::PackedIn;
 use crate::numeric::element::narrow;
 use crate::numeric::scale_grid::sum_shift;
@@ -59,7 +59,7 @@ use crate::numeric::scale_grid::sum_shift;
 /// that it stores. With SwiGLU the family has one more weight, without an output of its own. `S`
 /// holds the block scales that a lane needs of a packed row.
 #[allow(clippy::too_many_arguments)]
-pub(super) fn launch<F: Float, S: Int>(
+pub(super) fn launch<I: MmaInstructions, F: Float, S: Int>(
     client: &Client,
     handles: OperandHandles,
     output: Handle,
@@ -105,7 +105,7 @@ pub(super) fn launch<F: Float, S: Int>(
     // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
     unsafe {
-        small_m_kernel::launch_unchecked::<F, S>(
+        small_m_kernel::launch_unchecked::<I, F, S>(
             client,
             CubeCount::Static(first_cube, 1, 1),
             CubeDim::new_1d(plan.units()),
@@ -124,8 +124,14 @@ pub(super) fn launch<F: Float, S: Int>(
 
 /// Packed rows of a lane: eight rows apart, or the same row of two weights.
 const ROWS_PER_LANE: u32 = 2;
-/// K tiles in registers: one is multiplied while the other is loaded.
-const PIPELINE_STAGES: u32 = 2;
+
+/// Tensor scales of a weight and of the other weight of SwiGLU; not used if packed rows have one
+/// each.
+#[derive(CubeType, Clone, Copy)]
+struct TensorScales {
+    weight: f32,
+    up: f32,
+}
 
 /// Position of a lane in its cube.
 #[derive(CubeType, Clone, Copy)]
@@ -235,7 +241,7 @@ fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: SmallM) -> u
 
 /// Multiplies the input by each weight of a family, with cubes of its own.
 #[cube(launch_unchecked)]
-fn small_m_kernel<F: Float, S: Int, W: Size, X: Size, V: Size>(
+fn small_m_kernel<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
     operands: &Operands<F, S, W, X>,
     output: &mut [F],
     cubes: u32,
@@ -247,17 +253,17 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size, V: Size>(
     // CubeCL never reuses shared memory: one allocation for all weights.
     let k_tiles = comptime!(match plan.norm {
         Some(norm) => norm.vectors / K_TILE_VECTORS,
-        None => PIPELINE_STAGES * plan.k_planes,
+        None => 2 * plan.k_planes,
     });
     let shared = comptime!((k_tiles * plan.tile_m * ROW_STRIDE_PADDED) as usize);
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(shared);
-    let staged = comptime!((plan.k_planes * plan.staged_sums()) as usize);
+    let staged = comptime!((plan.staged_sums() + plan.scratch) as usize);
     let mut staged = Shared::<[f32]>::new_slice(staged);
     let cube = CUBE_POS as u32;
     let rows = Rows { n: operands.dims.n, cube, cubes };
     if comptime!(plan.gated) {
         let up = family.index(0usize);
-        multiply_by::<F, S, W, X, V>(
+        multiply_by::<I, F, S, W, X, V>(
             operands,
             &operands.weight,
             operands.bias,
@@ -273,7 +279,7 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size, V: Size>(
         );
     } else {
         if cube < cubes {
-            multiply_by::<F, S, W, X, V>(
+            multiply_by::<I, F, S, W, X, V>(
                 operands,
                 &operands.weight,
                 operands.bias,
@@ -294,7 +300,7 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size, V: Size>(
             if cube >= member.first_cube && cube < member.first_cube + member.cubes {
                 let cube = cube - member.first_cube;
                 let rows = Rows { n: member.n, cube, cubes: member.cubes };
-                multiply_by::<F, S, W, X, V>(
+                multiply_by::<I, F, S, W, X, V>(
                     operands,
                     &member.weight,
                     member.bias,
@@ -318,7 +324,7 @@ fn small_m_kernel<F: Float, S: Int, W: Size, X: Size, V: Size>(
 #[cube]
 #[allow(clippy::too_many_arguments)]
 #[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
-fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
+fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
     operands: &Operands<F, S, W, X>,
     weight: &PackedIn<S, W>,
     bias: &[F],
@@ -333,14 +339,10 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
     #[comptime] plan: SmallM,
 ) {
     let SmallM { k_planes, tile_m, .. } = comptime!(plan);
-    let definition = MmaDefinition::<F, F, f32>::new(16usize, 8usize, 16usize);
-    let size!(NA) = definition.vector_size(MatrixIdent::A);
-    let size!(NB) = definition.vector_size(MatrixIdent::B);
-    let size!(NC) = definition.vector_size(MatrixIdent::Accumulator);
-    let mut sums = Sequence::<Array<Vector<f32, NC>>>::new();
+    let mut sums = Sequence::<Array<Vector<f32, Pair>>>::new();
     #[unroll]
     for _ in 0..comptime!(plan.m_tiles()) {
-        let mut zeros = Array::<Vector<f32, NC>>::new(2usize);
+        let mut zeros = Array::<Vector<f32, Pair>>::new(2usize);
         zeros[0] = Vector::new(0.0f32);
         zeros[1] = Vector::new(0.0f32);
         sums.push(zeros);
@@ -360,7 +362,7 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
     }
     let mut loaded = Sequence::<StepRegisters<W, X>>::new();
     #[unroll]
-    for _ in 0..PIPELINE_STAGES {
+    for _ in 0..plan.stages {
         let mut next = StepRegisters::<W, X> {
             codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS_PER_LANE as usize)),
             scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
@@ -392,6 +394,16 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
     }
     prefetch_next(&operands.prefetch, comptime!(false));
 
+    // Before the loop: outputs would wait for them.
+    let blueprint = comptime!(operands.blueprint);
+    let scales = TensorScales {
+        weight: tensor_scale::<S, W>(weight, 0u32, blueprint),
+        up: tensor_scale::<S, W>(up, 0u32, blueprint),
+    };
+    // Where the input of a step and the sums of an n tile are in shared memory. Two places take
+    // turns, so that planes write to one while others still read the other.
+    let mut input_from = 0u32.runtime();
+    let mut staged_from = 0u32.runtime();
     let shares_steps = comptime!(plan.n_planes > 1);
     let own = (tiles - rows.cube).div_ceil(grid);
     let end = own * steps;
@@ -400,38 +412,32 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
     let mut step = 0u32.runtime();
     while done < end {
         // The rest of this matmul's own weight is in flight.
-        if done + PIPELINE_STAGES >= end {
+        if done + plan.stages >= end {
             prefetch_next(&operands.prefetch, comptime!(true));
         }
         // Unrolled: each stage has registers of its own, and nothing is moved between them.
         #[unroll]
-        for stage in 0..PIPELINE_STAGES {
+        for stage in 0..plan.stages {
             if done + stage < end {
                 let k_tile = step * k_planes + lane.k_plane;
                 let registers = loaded.index(comptime!(stage as usize));
                 let mut from = k_tile * buffer;
                 if comptime!(plan.norm.is_none()) {
-                    from = stage * step_buffer + lane.k_plane * buffer;
+                    from = input_from + lane.k_plane * buffer;
+                    input_from = step_buffer - input_from;
                     share_input::<X>(shared, from, &registers.input, lane, plan);
                     if comptime!(shares_steps) {
                         sync_cube();
                     } else {
-                        sync_plane();
+                        I::sync_plane();
                     }
                 }
                 if k_tile < k_tiles {
-                    multiply::<F, S, W, X, NA, NB, NC>(
-                        operands,
-                        &definition,
-                        registers,
-                        from,
-                        &*shared,
-                        &mut sums,
-                        lane,
-                        plan,
+                    multiply::<I, F, S, W, X>(
+                        operands, registers, from, &*shared, &mut sums, staged, lane, plan,
                     );
                 }
-                if done + (stage + PIPELINE_STAGES) < end {
+                if done + (stage + plan.stages) < end {
                     let next = loaded.index_mut(comptime!(stage as usize));
                     load_step::<F, S, W, X>(
                         operands, weight, up, n, next, load_tile, load_at, lane, plan,
@@ -445,10 +451,24 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
                 step += 1u32;
                 if step == steps {
                     let stored = n_tile(tile, lane, plan);
-                    stage_sums::<NC>(&sums, operands.dims.m, staged, lane, plan);
+                    stage_sums(&sums, operands.dims.m, staged, staged_from, lane, plan);
                     store_sums::<F, S, W, X>(
-                        operands, weight, bias, up, up_bias, output, n, &*staged, &stored, plan,
+                        operands,
+                        weight,
+                        bias,
+                        up,
+                        up_bias,
+                        &scales,
+                        output,
+                        n,
+                        &*staged,
+                        staged_from,
+                        &stored,
+                        plan,
                     );
+                    if comptime!(plan.staged_tiles() == 2) {
+                        staged_from = comptime!(plan.tile_sums()) - staged_from;
+                    }
                     #[unroll]
                     for m_tile in 0..comptime!(plan.m_tiles()) {
                         let sums = sums.index_mut(comptime!(m_tile as usize));
@@ -460,7 +480,7 @@ fn multiply_by<F: Float, S: Int, W: Size, X: Size, V: Size>(
                 }
             }
         }
-        done += PIPELINE_STAGES;
+        done += plan.stages;
     }
 }
 
@@ -482,19 +502,19 @@ fn share_input<X: Size>(
 
 /// Adds the products of a k tile to the sums. `from` is the start of its input in shared memory.
 #[cube]
-fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
+fn multiply<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size>(
     operands: &Operands<F, S, W, X>,
-    definition: &MmaDefinition<F, F, f32>,
     loaded: &StepRegisters<W, X>,
     from: u32,
     shared: &[Vector<u32, X>],
-    sums: &mut Sequence<Array<Vector<f32, NC>>>,
+    sums: &mut Sequence<Array<Vector<f32, Pair>>>,
+    staged: &mut [f32],
     lane: &Lane,
     #[comptime] plan: SmallM,
 ) {
     let blueprint = comptime!(operands.blueprint);
     let m_tiles = comptime!(plan.m_tiles());
-    let mut factors = Array::<Vector<F, NA>>::new(comptime!((2 * ROWS_PER_LANE) as usize));
+    let mut factors = Array::<Vector<F, Pair>>::new(comptime!((2 * ROWS_PER_LANE) as usize));
     // The eight words of both vectors of codes.
     #[unroll]
     for word in 0..8u32 {
@@ -503,7 +523,7 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
             for row in 0..ROWS_PER_LANE {
                 let shift = comptime!(word / 4 * (256 / blueprint.block_size));
                 let scales = loaded.scales[row as usize] >> shift;
-                decode_scales::<F, NA>(&mut factors, row, scales, blueprint);
+                decode_scales::<F, Pair>(&mut factors, row, scales, blueprint);
             }
         }
         let mut values = Array::<Vector<u32, X>>::new(comptime!(m_tiles as usize));
@@ -513,34 +533,35 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
             let at = (from + row * ROW_STRIDE_PADDED + lane.part * QUARTER_STRIDE_PADDED) as usize;
             values[tile as usize] = shared[at + comptime!(word as usize)];
         }
+        let mut decoded = Sequence::<Array<Vector<F, Pair>>>::new();
+        #[unroll]
+        for row in 0..ROWS_PER_LANE {
+            let packed = loaded.codes[comptime!((2 * row + word / 4) as usize)];
+            let packed = packed.extract(comptime!((word % 4) as usize));
+            decoded.push(decode_elements::<F, Pair>(packed, blueprint));
+        }
         #[unroll]
         for half in 0..2u32 {
-            let mut weights = Array::<Vector<F, NA>>::new(4usize);
+            let mut weights = Array::<Vector<F, Pair>>::new(4usize);
             #[unroll]
             for register in 0..4u32 {
                 // The instruction's order: a pair of both rows, then the next pair.
                 let (row, pair) = comptime!((register % 2, 2 * half + register / 2));
-                let packed = loaded.codes[comptime!((2 * row + word / 4) as usize)];
-                let packed = packed.extract(comptime!((word % 4) as usize));
-                let decoded =
-                    decode_elements::<F, NA>(packed << comptime!(12 - 4 * pair), blueprint);
                 let factor = factors[comptime!((row * 2 + word % 4 / 2) as usize)];
-                weights[comptime!(register as usize)] = decoded * factor;
+                let pairs = decoded.index(comptime!(row as usize));
+                weights[comptime!(register as usize)] = pairs[comptime!(pair as usize)] * factor;
             }
             #[unroll]
             for tile in 0..m_tiles {
-                let mut registers = Array::<Vector<F, NB>>::new(2usize);
+                let mut registers = Array::<Vector<F, Pair>>::new(2usize);
                 #[unroll]
                 for register in 0..2u32 {
                     let pair = comptime!((2 * half + register) as usize);
                     let value = values[tile as usize].extract(pair);
-                    registers[register as usize] = Vector::<F, NB>::reinterpret(value);
+                    registers[register as usize] = Vector::<F, Pair>::reinterpret(value);
                 }
-                definition.execute_inplace(
-                    &weights,
-                    &registers,
-                    sums.index_mut(comptime!(tile as usize)),
-                );
+                let sums = sums.index_mut(comptime!(tile as usize));
+                I::multiply::<F>(&weights, &registers, sums, staged, plan.staged_sums());
             }
         }
     }
@@ -548,16 +569,15 @@ fn multiply<F: Float, S: Int, W: Size, X: Size, NA: Size, NB: Size, NC: Size>(
 
 /// Stores a plane's sums of an n tile in shared memory, by rows of the input.
 #[cube]
-fn stage_sums<NC: Size>(
-    sums: &Sequence<Array<Vector<f32, NC>>>,
+fn stage_sums(
+    sums: &Sequence<Array<Vector<f32, Pair>>>,
     m: u32,
     staged: &mut [f32],
+    staged_from: u32,
     lane: &Lane,
     #[comptime] plan: SmallM,
 ) {
-    let (stride, region) = comptime!((plan.staged_stride(), plan.staged_sums()));
-    // Planes may still read the sums of the n tile before.
-    sync_cube();
+    let (stride, region) = comptime!((plan.staged_stride(), plan.plane_sums()));
     #[unroll]
     for tile in 0..comptime!(plan.m_tiles()) {
         #[unroll]
@@ -567,7 +587,7 @@ fn stage_sums<NC: Size>(
             let to = lane.part * 2 + comptime!(tile * 8 + column as u32);
             let row = lane.n_plane * 16 + lane.quad + comptime!(8 * half as u32);
             if to < m {
-                staged[(lane.k_plane * region + to * stride + row) as usize] = sum;
+                staged[(staged_from + lane.k_plane * region + to * stride + row) as usize] = sum;
             }
         }
     }
@@ -583,9 +603,11 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size>(
     bias: &[F],
     up: &PackedIn<S, W>,
     up_bias: &[F],
+    scales: &TensorScales,
     output: &mut [F],
     n: u32,
     staged: &[f32],
+    staged_from: u32,
     n_tile: &NTile,
     #[comptime] plan: SmallM,
 ) {
@@ -597,17 +619,25 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size>(
         let row = n_tile.first + in_tile;
         if row < n {
             let stored = to * n + row;
+            let mut of_weight = scales.weight;
+            if comptime!(blueprint.by_row) {
+                of_weight = tensor_scale::<S, W>(weight, row, blueprint);
+            }
             if comptime!(plan.gated) {
+                let mut of_up = scales.up;
+                if comptime!(blueprint.by_row) {
+                    of_up = tensor_scale::<S, W>(up, row, blueprint);
+                }
                 let gate = in_tile / 8 * 16 + in_tile % 8;
-                let sum = sum_along_k(staged, to, gate, blueprint, plan);
-                let gated = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
-                let sum = sum_along_k(staged, to, gate + 8, blueprint, plan);
-                let value = epilogue_of::<F, S, W>(up, up_bias, sum, row, blueprint);
+                let sum = sum_along_k(staged, staged_from, to, gate, blueprint, plan);
+                let gated = epilogue_with::<F>(of_weight, bias, sum, row, blueprint);
+                let sum = sum_along_k(staged, staged_from, to, gate + 8, blueprint, plan);
+                let value = epilogue_with::<F>(of_up, up_bias, sum, row, blueprint);
                 let gated = silu(f32::cast_from(gated)) * f32::cast_from(value);
                 output[stored as usize] = narrow::<F>(gated, comptime!(blueprint.conversion));
             } else {
-                let sum = sum_along_k(staged, to, in_tile, blueprint, plan);
-                output[stored as usize] = epilogue_of::<F, S, W>(weight, bias, sum, row, blueprint);
+                let sum = sum_along_k(staged, staged_from, to, in_tile, blueprint, plan);
+                output[stored as usize] = epilogue_with::<F>(of_weight, bias, sum, row, blueprint);
             }
         }
         at += comptime!(plan.units());
@@ -618,16 +648,17 @@ fn store_sums<F: Float, S: Int, W: Size, X: Size>(
 #[cube]
 fn sum_along_k(
     staged: &[f32],
+    staged_from: u32,
     input_row: u32,
     row: u32,
     #[comptime] blueprint: MatmulBlueprint,
     #[comptime] plan: SmallM,
 ) -> f32 {
-    let (stride, region) = comptime!((plan.staged_stride(), plan.staged_sums()));
+    let (stride, region) = comptime!((plan.staged_stride(), plan.plane_sums()));
     let mut sum = 0.0f32.runtime();
     #[unroll]
     for k_plane in 0..plan.k_planes {
-        sum += staged[(k_plane * region + input_row * stride + row) as usize];
+        sum += staged[(staged_from + k_plane * region + input_row * stride + row) as usize];
     }
     sum * comptime!(sum_shift(blueprint.grid()))
 }

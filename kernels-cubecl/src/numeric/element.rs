@@ -72,20 +72,43 @@ pub(crate) fn element_value(word: u32) -> f32 {
     f32::reinterpret(bits) * f32::reinterpret(0x7E80_0000u32)
 }
 
-/// Decodes the two codes in bits 12..16 and 28..32 of a word, to f16 times 2^-14 or bf16 times
-/// 2^-126. Exponent and mantissa of a code become the lowest exponent bits and the highest mantissa
-/// bit, subnormals included.
+/// Decodes a word of eight codes to four pairs, of f16 times 2^-14 or bf16 times 2^-126: code `i`
+/// and code `i + 4`. Exponent and mantissa of a code become the lowest exponent bits and the
+/// highest mantissa bit, subnormals included.
+///
+/// One shift moves these bits of two pairs away from the signs: then they do not overlap.
 #[cube]
-pub(crate) fn decode_pair<F: Float, N: Size>(word: u32, #[comptime] dtype: Dtype) -> Vector<F, N> {
-    let bits = if comptime!(dtype == Dtype::Bf16) {
-        (word & 0x8000_8000u32) | ((word >> 6u32) & 0x01C0_01C0u32)
-    } else {
-        (word & 0x8000_8000u32) | ((word >> 3u32) & 0x0E00_0E00u32)
-    };
-    Vector::<F, N>::reinterpret(bits)
+pub(crate) fn decode_word<F: Float, N: Size>(
+    word: u32,
+    #[comptime] dtype: Dtype,
+) -> Array<Vector<F, N>> {
+    let mut pairs = Array::<Vector<F, N>>::new(4usize);
+    #[unroll]
+    for half in 0..2u32 {
+        if comptime!(dtype == Dtype::Bf16) {
+            // Pairs 3 and 2, then 1 and 0.
+            let signs = word << comptime!(8 * half);
+            let rest = if comptime!(half == 0) { word >> 6u32 } else { word << 2u32 };
+            let both = (signs & 0x8800_8800u32) | (rest & 0x77FF_77FFu32);
+            let first = comptime!((3 - 2 * half) as usize);
+            pairs[first] = Vector::<F, N>::reinterpret(both & 0x81C0_81C0u32);
+            let second = (both << 4u32) & 0x81C0_81C0u32;
+            pairs[comptime!(first - 1)] = Vector::<F, N>::reinterpret(second);
+        } else {
+            // Pairs 3 and 1, then 2 and 0.
+            let signs = word << comptime!(4 * half);
+            let rest = if comptime!(half == 0) { word >> 3u32 } else { word << 1u32 };
+            let both = (signs & 0x8080_8080u32) | (rest & 0x7F7F_7F7Fu32);
+            let first = comptime!((3 - half) as usize);
+            pairs[first] = Vector::<F, N>::reinterpret(both & 0x8E00_8E00u32);
+            let second = (both << 8u32) & 0x8E00_8E00u32;
+            pairs[comptime!(first - 2)] = Vector::<F, N>::reinterpret(second);
+        }
+    }
+    pairs
 }
 
-/// Decodes the two codes of a byte in a word of otherwise zeros; see [`decode_pair`]. A
+/// Decodes the two codes of a byte in a word of otherwise zeros; see [`decode_word`]. A
 /// multiplication by a constant stands for two shifts and an addition.
 #[cube]
 pub(crate) fn decode_byte<F: Float, N: Size>(byte: u32, #[comptime] dtype: Dtype) -> Vector<F, N> {

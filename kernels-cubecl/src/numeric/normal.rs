@@ -10,7 +10,7 @@ use burn_fp4_search::formats::{Minifloat, ScaleGrid};
 use cubecl::prelude::*;
 use half::f16;
 
-use super::element::{decode_pair, element_value};
+use super::element::{decode_word, element_value};
 use super::scale_grid::{INFINITY, MANTISSA, NAN, first_normal, ones, power, rebias, scale_value};
 use crate::plan::{Decoding, Dtype};
 
@@ -120,10 +120,10 @@ pub(crate) fn decode_eight(word: u32, #[comptime] decoding: Decoding) -> Array<f
                 f32::reinterpret(u32::reinterpret(magnitude) | sign);
         }
     } else {
+        let pairs = decode_word::<f16, Const<2>>(word, Dtype::F16);
         #[unroll]
         for pair in 0..4u32 {
-            let shifted = word << comptime!(12 - 4 * pair);
-            let halves = decode_pair::<f16, Const<2>>(shifted, Dtype::F16);
+            let halves = pairs[pair as usize];
             values[comptime!(pair as usize)] = f32::cast_from(halves.extract(0usize));
             values[comptime!((pair + 4) as usize)] = f32::cast_from(halves.extract(1usize));
         }

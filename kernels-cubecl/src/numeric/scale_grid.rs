@@ -27,7 +27,7 @@ pub(crate) const MANTISSA: u32 = F32_MANTISSA_BITS;
 pub(crate) const INFINITY: u32 = 0x7F80_0000;
 /// Bits of NaN in an f32.
 pub(crate) const NAN: u32 = 0x7FC0_0000;
-/// Elements that [`decode_pair`](super::element::decode_pair) decodes to f16 are 2^14 times too
+/// Elements that [`decode_word`](super::element::decode_word) decodes to f16 are 2^14 times too
 /// small.
 const F16_ELEMENT: i32 = 14;
 /// Elements decoded to bf16 are 2^126 times too small.
@@ -307,7 +307,7 @@ pub(crate) fn top(
     }
 }
 
-// Matmuls. Elements come from `decode_pair`, too small by a power of two.
+// Matmuls. Elements come from `decode_word`, too small by a power of two.
 
 /// Returns `element x block scale`, exactly, given an element that was decoded to f16.
 #[cube]

@@ -10,6 +10,10 @@ use super::refusal::Refusal;
 /// Units of a cube: threads of a thread block.
 pub const UNITS: u32 = 256;
 
+/// Values of shared memory with which a unit shows its fragments of an emulated matrix instruction of a
+/// plane to others.
+pub(crate) const EMULATED_MMA_WORDS: u32 = 6;
+
 /// Bytes of shared memory that kernels for the wgpu runtime use: the least that WebGPU allows.
 const SHARED_MEMORY: usize = 16 << 10;
 
@@ -50,7 +54,8 @@ pub struct Capability {
     pub max_cubes: u32,
     /// True if the device's conversion to bf16 keeps subnormals.
     pub converts_bf16: bool,
-    /// True if a plane has the MMA instruction `m16n8k16` for f16 and bf16.
+    /// True if a plane has the MMA instruction `m16n8k16` for f16 and bf16. Tests set it for a
+    /// device without planes, which then emulates the instruction in matmuls.
     pub mma: bool,
     /// Matrix instructions of a warpgroup.
     pub wgmma: WgmmaSupport,
@@ -212,6 +217,12 @@ impl WgmmaSupport {
 }
 
 impl Capability {
+    /// Returns the values of shared memory with which some units emulate the matrix instruction of a
+    /// plane; none where planes have it.
+    pub(crate) fn mma_scratch(&self, units: u32) -> u32 {
+        if self.plane < 32 { EMULATED_MMA_WORDS * units } else { 0 }
+    }
+
     /// Reads the capability of a client's device. [`tested`](Self::tested) may find a faster
     /// [`Decoding`] on the wgpu runtime.
     #[must_use]

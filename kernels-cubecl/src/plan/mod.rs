@@ -15,6 +15,7 @@ pub use refusal::Refusal;
 pub use thread_tile::{ThreadTile, TileSharing};
 
 pub(crate) use blueprint::Blueprint;
+pub(crate) use capability::EMULATED_MMA_WORDS;
 #[cfg(test)]
 pub(crate) use capability::{CPU, GPU};
 pub(crate) use launch::{COLUMN_CHUNK, common_power_of_two};

@@ -105,11 +105,11 @@ impl Write for GptOss {
             Value::Fp8(_) => return cannot(CheckpointError::FP8_TO_DECODE),
             Value::Fp4(fp4) => fp4,
         };
-        if fp4.format != Fp4Format::MxFp4 || fp4.block_size != 2 * BLOCK_BYTES {
-            return cannot(CheckpointError::NOT_MXFP4);
-        }
         if fp4.shape.len() != 3 || weight.name.ends_with(".weight") {
             return cannot(CheckpointError::NOT_EXPERTS);
+        }
+        if fp4.format != Fp4Format::MxFp4 || fp4.block_size != 2 * BLOCK_BYTES {
+            return cannot(CheckpointError::NOT_MXFP4);
         }
         if weight.pre_quant_scale.is_some() {
             return cannot("a scale before quantization");

@@ -147,7 +147,10 @@ impl Target {
         let folded = match &prepared.value {
             Value::Fp4(fp4) => {
                 let fold = Fold { convention: support.tensor_scale, inexact: options.inexact };
-                self.tensor_scale(&weight.name, fp4, fold, report)?
+                let folded = self.tensor_scale(&weight.name, fp4, fold, report);
+                // To fold it inexactly would not help where only stacked experts have a place.
+                let refused = || self.writer.tensors(&prepared).err().filter(is_not_experts);
+                folded.map_err(|error| refused().unwrap_or(error))?
             }
             Value::Plain(_) | Value::Fp8(_) => None,
         };
@@ -186,6 +189,11 @@ impl Target {
             }
         }
     }
+}
+
+/// Returns true if a dialect holds stacked experts alone.
+fn is_not_experts(error: &CheckpointError) -> bool {
+    matches!(error, CheckpointError::CannotHold { what: CheckpointError::NOT_EXPERTS, .. })
 }
 
 /// The form of a tensor scale, and whether values may change for that.

@@ -3,7 +3,9 @@
 use std::collections::{BTreeSet, HashMap};
 
 use burn_fp4_checkpoints::dialect::{Known, writer};
-use burn_fp4_checkpoints::{Checkpoint, Model, Reader, Value, Weight};
+use burn_fp4_checkpoints::{
+    Checkpoint, DefectKind, Fp4Facts, Model, Reader, Value, Weight, defects,
+};
 use burn_fp4_search::formats::{Fp4Format, Packed};
 use burn_fp4_search::{Gram, fp8_rounding_error, fp8_rows};
 use serde::Serialize;
@@ -144,14 +146,19 @@ impl Report {
         let [reader, of_reference] =
             [checkpoint, original].map(|checkpoint| Reader::new(checkpoint.container()));
         let bar = progress::bytes(found.weights.iter().map(|one| one.bytes() as u64).sum(), 0);
-        let (mut weights, mut only_in_model) = (Vec::new(), Vec::new());
+        let (mut weights, mut facts, mut only_in_model) = (Vec::new(), Vec::new(), Vec::new());
         for weight in &found.weights {
             bar.set_message(weight.name.clone());
+            let read = reader.weight(weight)?;
+            facts.push(match &read.value {
+                Value::Fp4(fp4) => Some(fp4.facts()),
+                Value::Plain(_) | Value::Fp8(_) => None,
+            });
             match by_name.get(weight.name.as_str()) {
                 None => only_in_model.push(weight.name.clone()),
                 Some(other) => {
-                    let pair = [of_reference.weight(other)?, reader.weight(weight)?];
-                    weights.push(Row::new(&pair, inputs(&weight.name)));
+                    let pair = [of_reference.weight(other)?, read];
+                    weights.push(Row::new(&pair, facts[facts.len() - 1], inputs(&weight.name)));
                 }
             }
             bar.inc(weight.bytes() as u64);
@@ -162,6 +169,10 @@ impl Report {
         if weights.is_empty() {
             return Err(nothing_in_common(&sides, &found, &reference));
         }
+        check_sides(&sides, [&found, &reference], &weights)?;
+        let apart = [DefectKind::UnlikeScales, DefectKind::UnlikeFormats];
+        let unlike = defects(&found, &facts);
+        remarks.warn_each(unlike.into_iter().filter(|defect| apart.contains(&defect.kind)));
         let known: BTreeSet<&str> = found.weights.iter().map(|one| one.name.as_str()).collect();
         let names = reference.weights.iter().map(|weight| &weight.name);
         let mut only_in_reference: Vec<String> =
@@ -224,11 +235,11 @@ impl Side {
 
 impl Row {
     /// Compares the original form of a weight with the finished one.
-    fn new(pair: &[Weight<'_>; 2], inputs: Option<&Gram>) -> Self {
+    fn new(pair: &[Weight<'_>; 2], facts: Option<Fp4Facts>, inputs: Option<&Gram>) -> Self {
         let weight = &pair[1];
-        let (facts, matrices) = match &weight.value {
-            Value::Fp4(fp4) => (Some(fp4.facts()), fp4.to_packed()),
-            Value::Plain(_) | Value::Fp8(_) => (None, Vec::new()),
+        let matrices = match &weight.value {
+            Value::Fp4(fp4) => fp4.to_packed(),
+            Value::Plain(_) | Value::Fp8(_) => Vec::new(),
         };
         let inexact = |matrix: &Packed| {
             fp8_rows(matrix)[matrix.rows..].iter().map(|&blocks| blocks as u64).sum::<u64>()
@@ -306,6 +317,34 @@ fn bits_of<'r>(rows: impl Iterator<Item = &'r Row>) -> Option<f64> {
         (bits + row.bits_per_weight * of_row, values + of_row)
     });
     (values > 0.0).then(|| bits / values)
+}
+
+/// Checks that weights could be compared, and that the reference is not the quantized one of the
+/// two.
+fn check_sides(
+    sides: &[Side; 2],
+    models: [&Model<'_>; 2],
+    weights: &[Row],
+) -> Result<(), CliError> {
+    let [model, reference] = [&sides[0].path, &sides[1].path];
+    if let Some(problem) = &weights[0].problem
+        && weights.iter().all(|row| row.problem.is_some())
+    {
+        return Err(CliError::Conflict(format!(
+            "{model}: no weight could be compared with {reference} ({}: {problem}); pass the model \
+             that it was made of",
+            weights[0].name
+        )));
+    }
+    let [found, of_reference] =
+        models.map(|model| model.weights.iter().filter(|weight| weight.is_quantized()).count());
+    if found == 0 && of_reference > 0 {
+        return Err(CliError::Conflict(format!(
+            "{model}: no weight is quantized, but {of_reference} of {reference} are; pass the \
+             quantized model first and the dense one as --reference"
+        )));
+    }
+    Ok(())
 }
 
 /// Returns the error of two checkpoints whose weights have different names.

@@ -152,6 +152,15 @@ impl LlamaConfig {
         }
     }
 
+    /// Returns the bytes of a value of a dense weight: its dtype is f32 if none is named.
+    #[must_use]
+    pub fn value_bytes(&self) -> usize {
+        match self.dtype.as_deref() {
+            Some("bfloat16" | "float16") => 2,
+            _ => 4,
+        }
+    }
+
     /// Computes the rotation of each pair of channels from one position to the next, in radians.
     ///
     /// # Errors

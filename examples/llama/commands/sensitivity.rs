@@ -7,7 +7,7 @@ use burn::nn::Linear;
 use burn::tensor::Device;
 use burn_fp4::{
     Budget, BudgetChoice, Candidate, CandidateSensitivity, Fp4Config, Fp4Format, Fp4Module, Method,
-    Sensitivity, Sse,
+    Outcome, ParameterReport, Sensitivity, Sse,
 };
 use examples::table::{figure, table};
 use llama::{
@@ -113,7 +113,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     config.unused = burn_fp4::Unused::Report;
     let config = config.with_calibration(&calibration);
     let batches = Batches { batch: 1, seed: arguments.calibration.seed, ..Batches::default() };
-    let sensitivity = sensitivity(
+    let mut sensitivity = sensitivity(
         &dense,
         &config,
         &Candidate::DEFAULT,
@@ -121,7 +121,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         &tokens,
         &device,
     )?;
-    let context = Model { arguments, dense: &dense, tokens: &tokens, device: &device };
+    // A layer that stays dense has the size that it has in the folder, whatever computes.
+    let stored = folder.config.value_bytes();
+    for group in &mut sensitivity.groups {
+        for one in &mut group.candidates {
+            if one.candidate == Candidate::Dense {
+                one.bytes = group.values * stored;
+            }
+        }
+    }
+    let context = Model { arguments, dense: &dense, tokens: &tokens, device: &device, stored };
     let measured =
         if arguments.measure { context.measured(&sensitivity, &config)? } else { Vec::new() };
     let budgets = context.budgets(&sensitivity, &config)?;
@@ -140,6 +149,8 @@ struct Model<'a> {
     dense: &'a Llama<Linear>,
     tokens: &'a Tokens,
     device: &'a Device,
+    /// Bytes of a dense value in the folder.
+    stored: usize,
 }
 
 impl Model<'_> {
@@ -193,7 +204,11 @@ impl Model<'_> {
         let report = model.quantize_fp4(&ends)?;
         let find = |path: &String| report.parameters.iter().find(|one| one.path == *path);
         let paths = sensitivity.groups.iter().flat_map(|group| &group.paths);
-        let bytes: usize = paths.filter_map(find).map(|one| one.bytes_after).sum();
+        let bytes_of = |one: &ParameterReport| match one.outcome {
+            Outcome::Kept { .. } => one.shape.iter().product::<usize>() * self.stored,
+            _ => one.bytes_after,
+        };
+        let bytes: usize = paths.filter_map(find).map(bytes_of).sum();
         let values: usize = sensitivity.groups.iter().map(|group| group.values).sum();
         rows.push(Row {
             name: "first and last layer dense".to_owned(),
@@ -249,7 +264,9 @@ fn lines(arguments: &Arguments, report: &Report) -> String {
         });
         let header = ["formats", "bits/weight", "perplexity", "growth", "bound"];
         lines.push(table(header, 1, cells).to_string());
-        lines.push("growth: predicted growth of the loss; no choice is below the bound".to_owned());
+        let legend =
+            "growth: predicted; its order counts, not its size. No choice is below the bound";
+        lines.push(legend.to_owned());
     }
     if let Some(path) = &arguments.recipe {
         let [folder, path] = [&arguments.folder, path].map(|path| quoted(path));

@@ -10,8 +10,8 @@ use super::refusal::Refusal;
 /// Units of a cube: threads of a thread block.
 pub const UNITS: u32 = 256;
 
-/// Values of shared memory with which a unit shows its fragments of an emulated matrix instruction of a
-/// plane to others.
+/// Values of shared memory with which a unit shows its fragments of an emulated matrix instruction
+/// of a plane to others.
 pub(crate) const EMULATED_MMA_WORDS: u32 = 6;
 
 /// Bytes of shared memory that kernels for the wgpu runtime use: the least that WebGPU allows.
@@ -217,8 +217,8 @@ impl WgmmaSupport {
 }
 
 impl Capability {
-    /// Returns the values of shared memory with which some units emulate the matrix instruction of a
-    /// plane; none where planes have it.
+    /// Returns the values of shared memory with which some units emulate the matrix instruction of
+    /// a plane; none where planes have it.
     pub(crate) fn mma_scratch(&self, units: u32) -> u32 {
         if self.plane < 32 { EMULATED_MMA_WORDS * units } else { 0 }
     }

@@ -757,7 +757,7 @@ fn emulating_mma() -> Option<Device> {
     (device.capability.plane == 1).then_some(device)
 }
 
-/// Plans the kernel for few rows, and of one row the other one.
+/// Plans `small_m.rs`, and `mma.rs` for one row.
 fn mma_plans(matmul: &Matmul, device: &Capability) -> Vec<MatmulPlan> {
     let mma = (matmul.m == 1).then(|| matmul.mma(device));
     [Some(matmul.small_m(device)), mma].into_iter().flatten().map(|plan| plan.unwrap()).collect()
@@ -773,7 +773,7 @@ fn emulated_mma_gives_the_products() {
     let (nvfp4, dtype) = (Fp4Scheme::nvfp4(), Dtype::F16);
     let (by_row, wide) = (nvfp4.with_tensor_scale(TensorScaling::Row), nvfp4.with_block_size(32));
     for (shape, scheme, bias) in [
-        ([1, 40, 2048], nvfp4, true),
+        ([1, 96, 6144], nvfp4, true),
         ([12, 70, 2048], by_row, false),
         ([1, 10, 14336], nvfp4, true),
         ([9, 50, 1024], wide, false),

@@ -11,10 +11,12 @@ pub struct Sampling {
     /// first of equals.
     #[arg(long, default_value_t = 0.0, value_parser = temperature)]
     pub temperature: f32,
-    /// Sample from the `k` largest logits only, and those equal to the smallest of them.
+    /// Sample from the `k` largest logits only, and those equal to the smallest of them; with
+    /// --temperature.
     #[arg(long, value_name = "K", value_parser = at_least(1), requires = "temperature")]
     pub top_k: Option<usize>,
-    /// Sample from the largest logits only that together have this probability, after --top-k.
+    /// Sample from the largest logits only that together have this probability, after --top-k; with
+    /// --temperature.
     #[arg(long, value_name = "P", value_parser = probability, requires = "temperature")]
     pub top_p: Option<f32>,
     /// Seed of the first sequence; each further sequence adds one.

@@ -13,7 +13,8 @@ use super::tokens::{Tokens, batch_of};
 use super::train::{Batches, next_token_loss};
 use examples::random::Random;
 
-/// Predicts the growth of the next-token loss for each candidate format of each selected layer.
+/// Predicts the growth of the next-token loss for each candidate format of each selected layer. A
+/// dense layer takes `value_bytes` for each value, as where it is stored, whatever computes.
 ///
 /// # Errors
 /// The text is shorter than a window, or `fp4_sensitivity_of_loss` fails.
@@ -21,6 +22,7 @@ pub fn sensitivity(
     model: &Llama<Linear>,
     config: &Fp4Config,
     candidates: &[Candidate],
+    value_bytes: usize,
     (count, batches): (usize, Batches),
     tokens: &Tokens,
     device: &Device,
@@ -30,7 +32,14 @@ pub fn sensitivity(
     let windows = (0..count)
         .map(|_| tokens.windows(batches.batch, batches.context, &mut random, &device))
         .collect::<Result<Vec<_>>>()?;
-    Ok(model.fp4_sensitivity_of_loss(config, candidates, windows, next_token_loss)?)
+    let mut sensitivity =
+        model.fp4_sensitivity_of_loss(config, candidates, windows, next_token_loss)?;
+    for group in &mut sensitivity.groups {
+        let is_dense = |one: &&mut CandidateSensitivity| one.candidate == Candidate::Dense;
+        let bytes = group.values * value_bytes;
+        group.candidates.iter_mut().filter(is_dense).for_each(|one| one.bytes = bytes);
+    }
+    Ok(sensitivity)
 }
 
 /// Clones a model and quantizes one group of its weights in a candidate format.

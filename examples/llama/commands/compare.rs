@@ -103,7 +103,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
         bail!("--hadamard {size}: does not divide the inputs of all layers; choose another size");
     }
     let (dense, tokens, transforms) = (&dense, &tokens, &transforms[..]);
-    let comparison = Comparison { arguments, transforms, dense, tokens, device: &device };
+    let value_bytes = config.value_bytes();
+    let comparison =
+        Comparison { arguments, transforms, dense, value_bytes, tokens, device: &device };
     // A list of variants for each seed.
     let (mut calibrated, mut budgets) = (Fp4Format::ALL.map(|_| Vec::new()), Vec::new());
     for seed in (arguments.first_seed..).take(arguments.seeds as usize) {
@@ -150,6 +152,8 @@ struct Comparison<'a> {
     /// Hadamard transforms to compare.
     transforms: &'a [Hadamard],
     dense: &'a Llama<Linear>,
+    /// Bytes of a value that is saved dense.
+    value_bytes: usize,
     tokens: &'a Tokens,
     device: &'a Device,
 }
@@ -214,7 +218,7 @@ impl Comparison<'_> {
         seed: u64,
         calibration: &Calibration,
     ) -> Result<Vec<Named<Fidelity>>> {
-        let Self { arguments, transforms, dense, tokens, device } = *self;
+        let Self { arguments, transforms, dense, tokens, device, .. } = *self;
         let hessian = fp4_config(dense, scheme(format, Method::Hessian));
         let hessian = hessian.with_calibration(calibration);
         let [gptq, corrected] =
@@ -256,6 +260,7 @@ impl Comparison<'_> {
             self.dense,
             &config,
             &Candidate::DEFAULT,
+            self.value_bytes,
             (self.arguments.loss_windows, batches),
             self.tokens,
             self.device,

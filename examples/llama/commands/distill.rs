@@ -40,20 +40,14 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// Returns true if every step of a training can choose scales by a method: it needs no activations,
-/// and does not search for the tensor scale.
-fn trains(method: Method) -> bool {
-    [Method::Amax, Method::FOUR_OVER_SIX, Method::SSE].contains(&method)
-}
-
 /// Largest weight that a shared tensor scale has room for, relative to the largest before training.
 const HEADROOM: f32 = 1.25;
 
 /// Options of distillation.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct Distillation {
-    /// Method that chooses scales at every step; it must work without calibration.
-    #[arg(long, value_parser = methods_where(trains), default_value_t = Method::SSE)]
+    /// Method that chooses scales at every step.
+    #[arg(long, value_parser = methods_where(Method::is_blockwise), default_value_t = Method::SSE)]
     pub(crate) distill_method: Method,
     /// Batches to distill on; with 0, `compare` skips distillation.
     #[arg(long, default_value_t = 600)]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, ensure};
 use burn::nn::Linear;
 use burn_fp4::checkpoints::dialect::{self, ScaleConvention};
-use burn_fp4::{Fp4Config, Fp4Report};
+use burn_fp4::{Fp4Config, Fp4Report, Method, Sse};
 use llama::{Folder, Llama, QuantizeFolder, QuantizeOptions, QuantizedFolder, names};
 use serde::Serialize;
 
@@ -90,6 +90,12 @@ fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Con
         let dialect = arguments.output.dialect_or(transforms);
         let mut config = arguments.options.config(model)?;
         if !has_tensor_scales(&dialect)? {
+            let method = config.scheme.method;
+            ensure!(
+                method != Method::Sse(Sse::TensorScale),
+                "--method {method}: the dialect `{dialect}` has no tensor scales; choose another \
+                 method or --dialect"
+            );
             config.share_scale.clear();
             config.scheme = config.scheme.without_tensor_scale();
         }

@@ -11,8 +11,8 @@ use burn_fp4::{
 };
 use examples::table::{figure, table};
 use llama::{
-    Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, divergence, fp4_config, methods,
-    names, perplexity, quantized_alone, rank_correlation, scheme, sensitivity,
+    Batches, CalibrationWindows, Folder, Llama, Tokens, Windows, at_least, divergence, fp4_config,
+    methods, names, perplexity, quantized_alone, rank_correlation, scheme, sensitivity,
 };
 use serde::Serialize;
 
@@ -27,7 +27,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_parser = methods(), default_value_t = Method::GPTQ)]
     method: Method,
     /// Windows of 128 tokens to differentiate the loss on.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = at_least(1))]
     loss_windows: usize,
     /// Also quantize each layer alone, and compare its measured divergence with the prediction.
     #[arg(long)]
@@ -113,23 +113,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     config.unused = burn_fp4::Unused::Report;
     let config = config.with_calibration(&calibration);
     let batches = Batches { batch: 1, seed: arguments.calibration.seed, ..Batches::default() };
-    let mut sensitivity = sensitivity(
+    let stored = folder.config.value_bytes();
+    let sensitivity = sensitivity(
         &dense,
         &config,
         &Candidate::DEFAULT,
+        stored,
         (arguments.loss_windows, batches),
         &tokens,
         &device,
     )?;
-    // A layer that stays dense has the size that it has in the folder, whatever computes.
-    let stored = folder.config.value_bytes();
-    for group in &mut sensitivity.groups {
-        for one in &mut group.candidates {
-            if one.candidate == Candidate::Dense {
-                one.bytes = group.values * stored;
-            }
-        }
-    }
     let context = Model { arguments, dense: &dense, tokens: &tokens, device: &device, stored };
     let measured =
         if arguments.measure { context.measured(&sensitivity, &config)? } else { Vec::new() };
@@ -149,7 +142,7 @@ struct Model<'a> {
     dense: &'a Llama<Linear>,
     tokens: &'a Tokens,
     device: &'a Device,
-    /// Bytes of a dense value in the folder.
+    /// Bytes of a value that is saved dense.
     stored: usize,
 }
 

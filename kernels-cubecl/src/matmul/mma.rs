@@ -18,7 +18,7 @@
 //! a k tile: 128 elements of a packed row
 //! | part 0: 32 elements      | part 1                   | part 2         | part 3         |
 //! | block 0     | block 1    |    a block: 16 elements, two words of eight codes,
-//! | word | word | word | word |   eight codes: 4 pairs (p, p + 4), decoded a pair at a time
+//! | word | word | word | word |   eight codes: 4 pairs (p, p + 4), decoded a word at a time
 //! ```
 //!
 //! Each of the 2 x 4 blocks and pairs of a k tile is one instruction for every tile of m and n. The
@@ -215,7 +215,7 @@ fn mma_kernel<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size>(
     // Double buffer of the input that planes share: this round and the next.
     let half = comptime!((2 * copied(plan) * UNITS).max(1));
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(comptime!(2 * half as usize));
-    let mut scratch = Shared::<[f32]>::new_slice(comptime!(plan.scratch as usize + 1));
+    let mut scratch = Shared::<[f32]>::new_slice(comptime!(plan.scratch.max(1) as usize));
 
     let takes_input = comptime!(plan.takes_input());
     let length = comptime!(if takes_input { 4 } else { (2 * copied(plan)).max(1) });

@@ -214,10 +214,15 @@ impl SmallM {
         self.k_planes * self.plane_sums()
     }
 
-    /// Returns how many n tiles have sums in shared memory at once. Planes that share the input of
-    /// each step wait for each other between two n tiles.
+    /// Returns the number of n tiles that have sums in shared memory at once. Planes that share the
+    /// input of each step wait for each other then, and so between two n tiles.
     pub(super) const fn staged_tiles(&self) -> u32 {
-        if self.n_planes > 1 { 1 } else { 2 }
+        if self.shares_steps() { 1 } else { 2 }
+    }
+
+    /// Returns true if several planes read the input of a step, which they wait for.
+    pub(super) const fn shares_steps(&self) -> bool {
+        self.n_planes > 1 && self.norm.is_none()
     }
 
     /// Returns the number of all sums in shared memory.
@@ -283,8 +288,8 @@ pub(super) const SMALL_M_VECTOR: u32 = 8;
 /// Elements of k that a plane of `small_m.rs` takes at a time.
 pub(super) const SMALL_M_K_TILE: usize = 256;
 
-/// Units on a multiprocessor that run `small_m.rs` at once. More were no faster: registers
-/// leave room for 768 with two pipeline stages.
+/// Units on a multiprocessor that run `small_m.rs` at once. 768 and 1024 were no
+/// faster.
 const SMALL_M_UNITS: u32 = 512;
 
 /// Largest m of `small_m.rs`.

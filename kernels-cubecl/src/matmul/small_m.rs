@@ -404,7 +404,7 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
     // turns, so that planes write to one while others still read the other.
     let mut input_from = 0u32.runtime();
     let mut staged_from = 0u32.runtime();
-    let shares_steps = comptime!(plan.n_planes > 1);
+    let shares_steps = comptime!(plan.shares_steps());
     let own = (tiles - rows.cube).div_ceil(grid);
     let end = own * steps;
     let mut done = 0u32.runtime();

@@ -133,7 +133,8 @@ impl Report {
     /// known: the errors of its outputs are then measured.
     ///
     /// # Errors
-    /// A file cannot be read, or the two have no weight in common.
+    /// A file cannot be read, the reference alone is quantized, or the two have no weight of one name
+    /// and shape in common.
     pub fn new<'g>(
         checkpoint: &Checkpoint,
         original: &Checkpoint,
@@ -141,6 +142,9 @@ impl Report {
     ) -> Result<Self, CliError> {
         let mut remarks = Remarks::default();
         let (found, reference) = (model(checkpoint, &mut remarks)?, model(original, &mut remarks)?);
+        let sides =
+            [Side::new(checkpoint, &found.weights), Side::new(original, &reference.weights)];
+        check_not_swapped(&sides, [&found, &reference])?;
         let by_name: HashMap<&str, &Weight<'_>> =
             reference.weights.iter().map(|weight| (weight.name.as_str(), weight)).collect();
         let [reader, of_reference] =
@@ -164,12 +168,10 @@ impl Report {
             bar.inc(weight.bytes() as u64);
         }
         bar.finish_and_clear();
-        let sides =
-            [Side::new(checkpoint, &found.weights), Side::new(original, &reference.weights)];
         if weights.is_empty() {
             return Err(nothing_in_common(&sides, &found, &reference));
         }
-        check_sides(&sides, [&found, &reference], &weights)?;
+        check_shapes(&sides, &weights)?;
         let apart = [DefectKind::UnlikeScales, DefectKind::UnlikeFormats];
         let unlike = defects(&found, &facts);
         remarks.warn_each(unlike.into_iter().filter(|defect| apart.contains(&defect.kind)));
@@ -319,32 +321,35 @@ fn bits_of<'r>(rows: impl Iterator<Item = &'r Row>) -> Option<f64> {
     (values > 0.0).then(|| bits / values)
 }
 
-/// Checks that weights could be compared, and that the reference is not the quantized one of the
-/// two.
-fn check_sides(
-    sides: &[Side; 2],
-    models: [&Model<'_>; 2],
-    weights: &[Row],
-) -> Result<(), CliError> {
+/// Checks that MODEL and the reference are not swapped.
+fn check_not_swapped(sides: &[Side; 2], models: [&Model<'_>; 2]) -> Result<(), CliError> {
+    let is_fp4 = |weight: &&Weight<'_>| matches!(weight.value, Value::Fp4(_));
+    let [found, of_reference] = models.map(|model| model.weights.iter().filter(is_fp4).count());
+    if found > 0 || of_reference == 0 {
+        return Ok(());
+    }
     let [model, reference] = [&sides[0].path, &sides[1].path];
-    if let Some(problem) = &weights[0].problem
-        && weights.iter().all(|row| row.problem.is_some())
-    {
-        return Err(CliError::Conflict(format!(
-            "{model}: no weight could be compared with {reference} ({}: {problem}); pass the model \
-             that it was made of",
-            weights[0].name
-        )));
+    Err(CliError::Conflict(format!(
+        "{model}: no weight is in FP4, but {of_reference} of {reference} are; pass the quantized \
+         model first and the dense one as --reference"
+    )))
+}
+
+/// Checks that some weight has the shape that it has in the reference.
+fn check_shapes(sides: &[Side; 2], weights: &[Row]) -> Result<(), CliError> {
+    let is_other = |row: &&Row| row.problem.as_ref().is_some_and(|why| why.starts_with("shapes "));
+    match weights.iter().find(is_other) {
+        Some(Row { name, problem: Some(problem), .. })
+            if weights.iter().all(|row| is_other(&row)) =>
+        {
+            let [model, reference] = [&sides[0].path, &sides[1].path];
+            Err(CliError::Conflict(format!(
+                "{model}: no weight could be compared with {reference} ({name}: {problem}); pass \
+                 the model that it was made from"
+            )))
+        }
+        _ => Ok(()),
     }
-    let [found, of_reference] =
-        models.map(|model| model.weights.iter().filter(|weight| weight.is_quantized()).count());
-    if found == 0 && of_reference > 0 {
-        return Err(CliError::Conflict(format!(
-            "{model}: no weight is quantized, but {of_reference} of {reference} are; pass the \
-             quantized model first and the dense one as --reference"
-        )));
-    }
-    Ok(())
 }
 
 /// Returns the error of two checkpoints whose weights have different names.

@@ -133,8 +133,8 @@ impl Report {
     /// known: the errors of its outputs are then measured.
     ///
     /// # Errors
-    /// A file cannot be read, the reference alone is quantized, or the two have no weight of one name
-    /// and shape in common.
+    /// A file cannot be read, the reference alone is in FP4, or no weight has a name and a shape in
+    /// common with it.
     pub fn new<'g>(
         checkpoint: &Checkpoint,
         original: &Checkpoint,

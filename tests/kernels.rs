@@ -759,8 +759,11 @@ fn emulating_mma() -> Option<Device> {
 
 /// Plans `small_m.rs`, and `mma.rs` for one row.
 fn mma_plans(matmul: &Matmul, device: &Capability) -> Vec<MatmulPlan> {
-    let mma = (matmul.m == 1).then(|| matmul.mma(device));
-    [Some(matmul.small_m(device)), mma].into_iter().flatten().map(|plan| plan.unwrap()).collect()
+    let mut plans = vec![matmul.small_m(device).expect("few rows")];
+    if matmul.m == 1 {
+        plans.push(matmul.mma(device).expect("whole k tiles"));
+    }
+    plans
 }
 
 /// Tests the code around the instructions. Each emulated multiplication has two barriers, which are

@@ -98,24 +98,21 @@ impl Llama<Linear> {
     /// # Errors
     /// A magnitude cannot be read from the device.
     pub fn fused_layers(&self) -> Result<Vec<(Vec<String>, f32)>> {
-        let of_layer =
-            |(at, DecoderLayer { self_attn, mlp, .. }): (usize, &DecoderLayer<Linear>)| {
-                let [queries, keys, values] =
-                    [&self_attn.q_proj, &self_attn.k_proj, &self_attn.v_proj];
-                let attention = [("q_proj", queries), ("k_proj", keys), ("v_proj", values)];
-                let gated = [("gate_proj", &mlp.gate_proj), ("up_proj", &mlp.up_proj)];
-                [("self_attn", &attention[..]), ("mlp", &gated[..])].map(|(parent, layers)| {
-                    let path =
-                        |(name, _): &(&str, _)| format!("layers.{at}.{parent}.{name}.weight");
-                    let largest = layers.iter().map(|(_, layer)| layer.weight.val().abs().max());
-                    let largest = Tensor::<1>::cat(largest.collect(), 0).max().cast(DType::F32);
-                    Ok((
-                        layers.iter().map(path).collect(),
-                        largest.into_data().try_to_vec::<f32>()?[0],
-                    ))
-                })
-            };
-        self.layers.iter().enumerate().flat_map(of_layer).collect()
+        let (mut groups, mut largest) = (Vec::new(), Vec::new());
+        for (at, DecoderLayer { self_attn, mlp, .. }) in self.layers.iter().enumerate() {
+            let Attention { q_proj, k_proj, v_proj, .. } = self_attn;
+            let attention = [("q_proj", q_proj), ("k_proj", k_proj), ("v_proj", v_proj)];
+            let gated = [("gate_proj", &mlp.gate_proj), ("up_proj", &mlp.up_proj)];
+            for (parent, layers) in [("self_attn", &attention[..]), ("mlp", &gated[..])] {
+                let path = |(name, _): &(&str, _)| format!("layers.{at}.{parent}.{name}.weight");
+                let of_each = layers.iter().map(|(_, layer)| layer.weight.val().abs().max());
+                groups.push(layers.iter().map(path).collect());
+                largest.push(Tensor::<1>::cat(of_each.collect(), 0).max());
+            }
+        }
+        // One read for all of them.
+        let largest = Tensor::<1>::cat(largest, 0).cast(DType::F32).into_data();
+        Ok(groups.into_iter().zip(largest.try_to_vec::<f32>()?).collect())
     }
 }
 

@@ -69,13 +69,13 @@ struct Report {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
+    let dialect = arguments.output.dialect_or(None);
+    let scheme = scheme(arguments.format, arguments.distillation.distill_method);
+    let scheme = if has_tensor_scales(&dialect)? { scheme } else { scheme.without_tensor_scale() };
     let device = arguments.device.device()?;
     let folder = Folder::open(&arguments.folder)?;
     let (teacher, _) = folder.load::<Linear>(&device)?;
     let tokens = arguments.text.tokens(&folder.tokenizer()?)?;
-    let dialect = arguments.output.dialect_or(None);
-    let scheme = scheme(arguments.format, arguments.distillation.distill_method);
-    let scheme = if has_tensor_scales(&dialect)? { scheme } else { scheme.without_tensor_scale() };
     let batches = arguments.batches;
     let (student, quantized, divergence) =
         arguments.distillation.run(&teacher, scheme, &tokens, batches, &device)?;

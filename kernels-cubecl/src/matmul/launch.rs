@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 use half::{bf16, f16};
 
 use super::operands::{MatmulBlueprint, MemberHandles, OperandHandles};
-use super::plan::{Fp8Plan, Kernel, Matmul, MatmulPlan, NormPlan, SmallM};
+use super::plan::{Fp8Plan, Kernel, Matmul, MatmulPlan, Mma, NormPlan, SmallM};
 use super::prefetch::Prefetch;
 use super::small_m_input::NormOperands;
 use super::{
@@ -14,7 +14,7 @@ use super::{
 };
 #[cfg(feature = "cuda")]
 use crate::instructions::PtxWgmma;
-use crate::instructions::{EmulatedMma, EmulatedWgmma, PlaneMma};
+use crate::instructions::{EmulatedMma, EmulatedWgmma, MmaInstructions, PlaneMma};
 use crate::memory::{PackedHandles, check_memory};
 #[cfg(feature = "cuda")]
 use crate::plan::WgmmaSupport;
@@ -52,7 +52,7 @@ impl MatmulPlan {
         prefetch: Option<Prefetch>,
     ) -> Result<Handle, Refusal> {
         let Self { matmul, device, kernel } = self;
-        let Matmul { m, n, k, block_size, dtype, .. } = *matmul;
+        let Matmul { m, n, k, dtype, .. } = *matmul;
         matmul.check_weight(&weight, bias.as_ref())?;
         check_memory("input", &input, m * k * dtype.size())?;
         let prefetch = Prefetch::checked(prefetch.filter(|_| self.prefetches()), device)?;
@@ -112,17 +112,9 @@ impl MatmulPlan {
                 launch(client, handles, made, matmul, blueprint, plan);
             }
             Kernel::Mma(plan) => {
-                // f32 is never planned for this kernel.
-                let emulated = plan.scratch > 0;
-                let launch = match (dtype == Dtype::Bf16, block_size == 16, emulated) {
-                    (true, true, false) => mma::launch::<PlaneMma, bf16, u16>,
-                    (true, false, false) => mma::launch::<PlaneMma, bf16, u8>,
-                    (false, true, false) => mma::launch::<PlaneMma, f16, u16>,
-                    (false, false, false) => mma::launch::<PlaneMma, f16, u8>,
-                    (true, true, true) => mma::launch::<EmulatedMma, bf16, u16>,
-                    (true, false, true) => mma::launch::<EmulatedMma, bf16, u8>,
-                    (false, true, true) => mma::launch::<EmulatedMma, f16, u16>,
-                    (false, false, true) => mma::launch::<EmulatedMma, f16, u8>,
+                let launch = match plan.scratch {
+                    0 => mma_of::<PlaneMma>(matmul),
+                    _ => mma_of::<EmulatedMma>(matmul),
                 };
                 launch(client, handles, made, matmul, blueprint, plan);
             }
@@ -201,7 +193,42 @@ impl Matmul {
     }
 }
 
-/// Launches `small_m.rs` for a dtype, which is never f32.
+/// Launch of `mma.rs`.
+type LaunchMma = fn(&Client, OperandHandles, Handle, &Matmul, MatmulBlueprint, Mma);
+
+/// Launch of `small_m.rs`.
+type LaunchSmallM = fn(
+    &Client,
+    OperandHandles,
+    Handle,
+    &Matmul,
+    Vec<MemberHandles>,
+    Option<(NormOperands, Handle)>,
+    MatmulBlueprint,
+    SmallM,
+);
+
+/// Returns the launch of `mma.rs` for a dtype, which is never f32.
+fn mma_of<I: MmaInstructions>(matmul: &Matmul) -> LaunchMma {
+    match (matmul.dtype == Dtype::Bf16, matmul.block_size) {
+        (true, 16) => mma::launch::<I, bf16, u16>,
+        (true, _) => mma::launch::<I, bf16, u8>,
+        (false, 16) => mma::launch::<I, f16, u16>,
+        (false, _) => mma::launch::<I, f16, u8>,
+    }
+}
+
+/// Returns the launch of `small_m.rs` for a dtype, which is never f32.
+fn small_m_of<I: MmaInstructions>(matmul: &Matmul) -> LaunchSmallM {
+    match (matmul.dtype == Dtype::Bf16, matmul.block_size) {
+        (true, 16) => small_m::launch::<I, bf16, u32>,
+        (true, _) => small_m::launch::<I, bf16, u16>,
+        (false, 16) => small_m::launch::<I, f16, u32>,
+        (false, _) => small_m::launch::<I, f16, u16>,
+    }
+}
+
+/// Launches `small_m.rs`, with the instructions that the plan is for.
 #[allow(clippy::too_many_arguments)]
 fn launch_small_m(
     client: &Client,
@@ -213,16 +240,9 @@ fn launch_small_m(
     blueprint: MatmulBlueprint,
     plan: SmallM,
 ) {
-    let emulated = plan.scratch > 0;
-    let launch = match (matmul.dtype == Dtype::Bf16, matmul.block_size == 16, emulated) {
-        (true, true, false) => small_m::launch::<PlaneMma, bf16, u32>,
-        (true, false, false) => small_m::launch::<PlaneMma, bf16, u16>,
-        (false, true, false) => small_m::launch::<PlaneMma, f16, u32>,
-        (false, false, false) => small_m::launch::<PlaneMma, f16, u16>,
-        (true, true, true) => small_m::launch::<EmulatedMma, bf16, u32>,
-        (true, false, true) => small_m::launch::<EmulatedMma, bf16, u16>,
-        (false, true, true) => small_m::launch::<EmulatedMma, f16, u32>,
-        (false, false, true) => small_m::launch::<EmulatedMma, f16, u16>,
+    let launch = match plan.scratch {
+        0 => small_m_of::<PlaneMma>(matmul),
+        _ => small_m_of::<EmulatedMma>(matmul),
     };
     launch(client, handles, output, matmul, family, norm, blueprint, plan);
 }

@@ -151,18 +151,21 @@ impl Report {
             [checkpoint, original].map(|checkpoint| Reader::new(checkpoint.container()));
         let bar = progress::bytes(found.weights.iter().map(|one| one.bytes() as u64).sum(), 0);
         let (mut weights, mut facts, mut only_in_model) = (Vec::new(), Vec::new(), Vec::new());
+        let mut unlike_shapes = 0;
         for weight in &found.weights {
             bar.set_message(weight.name.clone());
             let read = reader.weight(weight)?;
-            facts.push(match &read.value {
+            let counted = match &read.value {
                 Value::Fp4(fp4) => Some(fp4.facts()),
                 Value::Plain(_) | Value::Fp8(_) => None,
-            });
+            };
+            facts.push(counted);
             match by_name.get(weight.name.as_str()) {
                 None => only_in_model.push(weight.name.clone()),
                 Some(other) => {
                     let pair = [of_reference.weight(other)?, read];
-                    weights.push(Row::new(&pair, facts[facts.len() - 1], inputs(&weight.name)));
+                    unlike_shapes += usize::from(pair[0].shape() != pair[1].shape());
+                    weights.push(Row::new(&pair, counted, inputs(&weight.name)));
                 }
             }
             bar.inc(weight.bytes() as u64);
@@ -171,7 +174,9 @@ impl Report {
         if weights.is_empty() {
             return Err(nothing_in_common(&sides, &found, &reference));
         }
-        check_shapes(&sides, &weights)?;
+        if unlike_shapes == weights.len() {
+            check_problems(&sides, &weights)?;
+        }
         let apart = [DefectKind::UnlikeScales, DefectKind::UnlikeFormats];
         let unlike = defects(&found, &facts);
         remarks.warn_each(unlike.into_iter().filter(|defect| apart.contains(&defect.kind)));
@@ -335,21 +340,18 @@ fn check_not_swapped(sides: &[Side; 2], models: [&Model<'_>; 2]) -> Result<(), C
     )))
 }
 
-/// Checks that some weight has the shape that it has in the reference.
-fn check_shapes(sides: &[Side; 2], weights: &[Row]) -> Result<(), CliError> {
-    let is_other = |row: &&Row| row.problem.as_ref().is_some_and(|why| why.starts_with("shapes "));
-    match weights.iter().find(is_other) {
-        Some(Row { name, problem: Some(problem), .. })
-            if weights.iter().all(|row| is_other(&row)) =>
-        {
-            let [model, reference] = [&sides[0].path, &sides[1].path];
-            Err(CliError::Conflict(format!(
-                "{model}: no weight could be compared with {reference} ({name}: {problem}); pass \
-                 the model that it was made from"
-            )))
-        }
-        _ => Ok(()),
+/// Checks that some weight could be compared with that of the reference.
+fn check_problems(sides: &[Side; 2], weights: &[Row]) -> Result<(), CliError> {
+    if weights.iter().any(|row| row.problem.is_none()) {
+        return Ok(());
     }
+    let [model, reference] = [&sides[0].path, &sides[1].path];
+    let Row { name, problem, .. } = &weights[0];
+    let problem = problem.as_deref().unwrap_or_default();
+    Err(CliError::Conflict(format!(
+        "{model}: no weight could be compared with {reference} ({name}: {problem}); pass the model \
+         that it was made from"
+    )))
 }
 
 /// Returns the error of two checkpoints whose weights have different names.

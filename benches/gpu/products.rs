@@ -81,6 +81,9 @@ fn packed(client: &Client, problem: &Problem) -> Vec<PackedHandles> {
 const SHAPES: [(usize, usize); 6] =
     [(8192, 8192), (4096, 4096), (6144, 4096), (11008, 4096), (28672, 4096), (4096, 14336)];
 
+/// Rows of inputs.
+const ROWS: [usize; 11] = [1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096];
+
 /// Measures bf16 matmuls with weights that are not in the cache, as planned and with each kernel.
 pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figures) {
     let device = Capability::of(client);
@@ -88,6 +91,12 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
     for (n, k) in SHAPES {
         let input = client.create_from_slice(bf16::as_bytes(&floats(most * k)));
         for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+            let name = |m| format!("{} product, {n} x {k}, {m} rows", scheme.format());
+            let is_measured =
+                |name: &str| arguments.filter.as_ref().is_none_or(|part| name.contains(part));
+            if !ROWS.iter().any(|&m| is_measured(&name(m))) {
+                continue;
+            }
             let problem = Problem { view: View::rows(n, k), dtype, scheme };
             let bytes = problem.code_bytes() + problem.scale_bytes();
             let turn = packed(client, &problem);
@@ -101,11 +110,10 @@ pub(crate) fn measure(client: &Client, arguments: &Arguments, figures: &mut Figu
                 dtype,
             };
             let rows = fp8_rows(client, turn[0].clone(), &of).expect("memory of these lengths");
-            for m in [1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096] {
+            for m in ROWS {
                 let matmul = Matmul { m, ..of };
-                let format = matmul.format;
-                let name = format!("{format} product, {n} x {k}, {m} rows");
-                if arguments.filter.as_ref().is_some_and(|part| !name.contains(part)) {
+                let name = name(m);
+                if !is_measured(&name) {
                     continue;
                 }
                 let turned = || {

@@ -1,10 +1,10 @@
 //! [`MmaInstructions`] and [`WgmmaInstructions`] emulated with plain loads, stores and
 //! multiplications. With them a device without the instructions tests the code around them.
 
-use burn_fp4_search::formats::E4M3;
+use burn_fp4_search::formats::{E4M3, ScaleGrid};
 use cubecl::prelude::*;
 
-use super::mma::{MmaInstructions, Pair};
+use super::mma::{MmaInstructions, Pair, PlaneMma};
 use super::wgmma::{Operand, WgmmaInstructions};
 use crate::numeric::scale_grid::{float_value, round_to_float};
 use crate::plan::EMULATED_MMA_WORDS;
@@ -57,9 +57,45 @@ impl MmaInstructions for EmulatedMma {
         }
     }
 
+    fn merge_bits(ones: u32, zeros: u32, #[comptime] mask: u32) -> u32 {
+        PlaneMma::merge_bits(ones, zeros, mask)
+    }
+
+    fn scale_pair(
+        word: u32,
+        #[comptime] pair: u32,
+        #[comptime] grid: ScaleGrid,
+    ) -> Vector<f32, Pair> {
+        PlaneMma::scale_pair(word, pair, grid)
+    }
+
     fn sync_plane() {
         sync_cube();
     }
+
+    fn any_of_plane(holds: bool, scratch: &mut [f32], #[comptime] from: u32) -> bool {
+        let first = show(select(holds, 1.0f32, 0.0f32), scratch, from, 32u32);
+        let mut any = 0.0f32.runtime();
+        for unit in 0..32u32 {
+            any += scratch[(first + unit * EMULATED_MMA_WORDS) as usize];
+        }
+        any > 0.0f32
+    }
+
+    fn sum_of_quad(value: f32, scratch: &mut [f32], #[comptime] from: u32) -> f32 {
+        let first = show(value, scratch, from, 4u32) as usize;
+        let of = comptime!(EMULATED_MMA_WORDS as usize);
+        (scratch[first] + scratch[first + of]) + (scratch[first + 2 * of] + scratch[first + 3 * of])
+    }
+}
+
+/// Shows a unit's value to the others. Returns where that of the first of `count` units is.
+#[cube]
+fn show(value: f32, scratch: &mut [f32], #[comptime] from: u32, #[comptime] count: u32) -> u32 {
+    sync_cube();
+    scratch[(from + UNIT_POS * EMULATED_MMA_WORDS) as usize] = value;
+    sync_cube();
+    from + (UNIT_POS - UNIT_POS % count) * EMULATED_MMA_WORDS
 }
 
 /// The emulated instructions.

@@ -1,5 +1,5 @@
-//! [`MmaInstructions`]: the matrix instruction of a plane, for matmuls. [`PlaneMma`] is CubeCL's;
-//! `emulated.rs` has plain code.
+//! [`MmaInstructions`]: the matrix instruction of a plane, and what decodes its operands, for
+//! matmuls. [`PlaneMma`] is CubeCL's; `ptx.rs` has faster decoding, and `emulated.rs` plain code.
 //!
 //! A plane multiplies 16 rows of A with 8 columns of B along 16 elements of k. Fragments of unit
 //! `4 x quad + part`, two values in each vector:
@@ -10,8 +10,11 @@
 //! quad + 8 | vector 1      | vector 3 |     + 8, + 9    | vector 1   quad + 8 | vector 1
 //! ```
 
+use burn_fp4_search::formats::ScaleGrid;
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
+
+use crate::numeric::scale_grid::scale_pair;
 
 /// Values of a vector of a fragment.
 pub(crate) type Pair = Const<2>;
@@ -29,8 +32,26 @@ pub(crate) trait MmaInstructions: Send + Sync + 'static {
         #[comptime] from: u32,
     );
 
+    /// Returns the bits of `ones` where a mask has ones, and those of `zeros` elsewhere.
+    fn merge_bits(ones: u32, zeros: u32, #[comptime] mask: u32) -> u32;
+
+    /// Returns the values of the block scales in two bytes of a word: the lower ones, or the upper
+    /// ones.
+    fn scale_pair(
+        word: u32,
+        #[comptime] pair: u32,
+        #[comptime] grid: ScaleGrid,
+    ) -> Vector<f32, Pair>;
+
     /// Waits for the units of the plane.
     fn sync_plane();
+
+    /// Returns true if a condition holds for a unit of the plane. `scratch` is as above.
+    fn any_of_plane(holds: bool, scratch: &mut [f32], #[comptime] from: u32) -> bool;
+
+    /// Returns the sum of the values of the four units of a quad: of two, and of the other two.
+    /// `scratch` is as above.
+    fn sum_of_quad(value: f32, scratch: &mut [f32], #[comptime] from: u32) -> f32;
 }
 
 /// The instruction itself.
@@ -50,7 +71,30 @@ impl MmaInstructions for PlaneMma {
         definition.execute_inplace(a, b, sums);
     }
 
+    fn merge_bits(ones: u32, zeros: u32, #[comptime] mask: u32) -> u32 {
+        (ones & mask) | (zeros & !mask)
+    }
+
+    fn scale_pair(
+        word: u32,
+        #[comptime] pair: u32,
+        #[comptime] grid: ScaleGrid,
+    ) -> Vector<f32, Pair> {
+        scale_pair(word, pair, grid)
+    }
+
     fn sync_plane() {
         sync_plane();
+    }
+
+    #[allow(unused_variables)]
+    fn any_of_plane(holds: bool, scratch: &mut [f32], #[comptime] from: u32) -> bool {
+        plane_any(holds)
+    }
+
+    #[allow(unused_variables)]
+    fn sum_of_quad(value: f32, scratch: &mut [f32], #[comptime] from: u32) -> f32 {
+        let pair = value + plane_shuffle_xor(value, 1u32);
+        pair + plane_shuffle_xor(pair, 2u32)
     }
 }

@@ -4,7 +4,7 @@
 //! |---------------|------------------------------------------------------------------------|
 //! | `mma.rs`      | the trait [`MmaInstructions`]: matrices of a plane                     |
 //! | `wgmma.rs`    | the trait [`WgmmaInstructions`]: copies and matrices of a warpgroup    |
-//! | `ptx.rs`      | copies and matrices of a warpgroup, as inline PTX                      |
+//! | `ptx.rs`      | both, as inline PTX                                                    |
 //! | `emulated.rs` | plain code in their place, for tests on other devices                  |
 
 mod emulated;
@@ -16,5 +16,5 @@ mod wgmma;
 pub(crate) use emulated::{EmulatedMma, EmulatedWgmma};
 pub(crate) use mma::{MmaInstructions, Pair, PlaneMma};
 #[cfg(feature = "cuda")]
-pub(crate) use ptx::{PtxWgmma, prefetch_l2};
+pub(crate) use ptx::{PtxMma, PtxWgmma, prefetch_l2};
 pub(crate) use wgmma::{Operand, WgmmaInstructions};

@@ -1,7 +1,7 @@
 //! Instructions of Hopper as operations of our own; the only file with PTX.
 //!
 //! CubeCL's compiler has neither asynchronous copies nor the matrix instructions of a warpgroup.
-//! The operations here are lowered to inline assembly instead. `wgmma.rs` defines them;
+//! The operations here are lowered to inline assembly instead. `wgmma.rs` and `mma.rs` define them;
 //! [`prefetch_l2`] is for `matmul/prefetch.rs`.
 //!
 //! The descriptor of B has 64 bits, with addresses and distances in units of 16 bytes:
@@ -13,10 +13,12 @@
 //!     62    1: vectors of 16 bytes are swizzled within 128
 //! ```
 
+use burn_fp4_search::formats::{E4M3, ScaleGrid};
 use cubecl::prelude::*;
 use cubecl_ir::attributes::IndexAttr;
 use cubecl_ir::{CanMaterialize, HasSideEffects, Pure, prelude::*};
 use cubecl_llvm::shared::to_llvm::ToLLVMDialect;
+use half::f16;
 use pliron::builtin::attributes::StringAttr;
 use pliron::builtin::types::{FP32Type, IntegerType, Signedness};
 use pliron::r#type::TypeHandle;
@@ -24,6 +26,7 @@ use pliron::value::Value;
 use pliron_llvm::ops as llvm;
 use pliron_llvm::types::{StructLayout, StructType, VoidType};
 
+use super::mma::{MmaInstructions, Pair, PlaneMma};
 use super::wgmma::{Operand, WgmmaInstructions};
 
 /// Words of A that a unit holds.
@@ -142,6 +145,64 @@ impl ToLLVMDialect for SelectBytesOp {
         rewriter.insert_op(ctx, &op);
         let bytes = op.get_result(ctx);
         rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![bytes]);
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.merge_bits")]
+#[result_ty(same_as = ones)]
+#[op_traits(CanMaterialize, Pure)]
+struct MergeBitsOp {
+    mask: Value,
+    ones: Value,
+    zeros: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for MergeBitsOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.mask(ctx), self.ones(ctx), self.zeros(ctx)];
+        let ty = word_type(ctx);
+        let text = "lop3.b32 $0, $1, $2, $3, 0xCA;";
+        let op = llvm::InlineAsmOp::new(ctx, ty, inputs, text, "=r,r,r,r", false);
+        rewriter.insert_op(ctx, &op);
+        let merged = op.get_result(ctx);
+        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![merged]);
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.widen_e4m3")]
+#[result_ty(same_as = word)]
+#[op_traits(CanMaterialize, Pure)]
+struct WidenE4m3Op {
+    word: Value,
+    pair: IndexAttr,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for WidenE4m3Op {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.word(ctx)];
+        let ty = word_type(ctx);
+        let half = if self.pair(ctx).0 == 0 { "low" } else { "high" };
+        let text = format!(
+            "{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.rn.f16x2.e4m3x2 $0, {half}; }}"
+        );
+        let op = llvm::InlineAsmOp::new(ctx, ty, inputs, &text, "=r,r", false);
+        rewriter.insert_op(ctx, &op);
+        let halves = op.get_result(ctx);
+        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![halves]);
         Ok(())
     }
 }
@@ -539,6 +600,29 @@ impl ToLLVMDialect for WaitForSumsOp {
     }
 }
 
+/// Returns the values of two codes of E4M3 in a word, as two f16.
+#[cube]
+#[allow(unused_variables)]
+fn widen_e4m3(word: u32, #[comptime] pair: usize) -> u32 {
+    intrinsic!(|scope| {
+        let word = word.read_value(scope);
+        let op = WidenE4m3Op::new(scope.ctx_mut(), word, IndexAttr(pair));
+        scope.register_with_result(&op).into()
+    })
+}
+
+/// Returns the bits of `ones` where a mask has ones, and those of `zeros` elsewhere.
+#[cube]
+#[allow(unused_variables)]
+fn merge_bits(mask: u32, ones: u32, zeros: u32) -> u32 {
+    intrinsic!(|scope| {
+        let mask = mask.read_value(scope);
+        let (ones, zeros) = (ones.read_value(scope), zeros.read_value(scope));
+        let op = MergeBitsOp::new(scope.ctx_mut(), mask, ones, zeros);
+        scope.register_with_result(&op).into()
+    })
+}
+
 #[cube]
 #[allow(unused_variables)]
 fn permute_bytes(low: u32, high: u32, selectors: u32) -> u32 {
@@ -728,6 +812,57 @@ fn complete_sums(sums: &mut Array<f32>, #[comptime] count: usize) {
         let sums = sums.__extract_list(scope);
         scope.register(&WaitForSumsOp::new(scope.ctx_mut(), sums, IndexAttr(count)));
     })
+}
+
+/// CubeCL's matrix instruction of a plane; decoding with instructions of compute capability 9.0.
+pub(crate) struct PtxMma;
+
+#[cube]
+impl MmaInstructions for PtxMma {
+    fn multiply<F: Float>(
+        a: &Array<Vector<F, Pair>>,
+        b: &Array<Vector<F, Pair>>,
+        sums: &mut Array<Vector<f32, Pair>>,
+        scratch: &mut [f32],
+        #[comptime] from: u32,
+    ) {
+        PlaneMma::multiply::<F>(a, b, sums, scratch, from);
+    }
+
+    fn merge_bits(ones: u32, zeros: u32, #[comptime] mask: u32) -> u32 {
+        // In plain code LLVM leaves bits out of the mask that it knows, and it takes two
+        // instructions.
+        merge_bits(mask.runtime(), ones, zeros)
+    }
+
+    fn scale_pair(
+        word: u32,
+        #[comptime] pair: u32,
+        #[comptime] grid: ScaleGrid,
+    ) -> Vector<f32, Pair> {
+        if comptime!(grid == ScaleGrid::Float(E4M3)) {
+            let halves = widen_e4m3(word & 0x7F7F_7F7Fu32, comptime!(pair as usize));
+            let halves = Vector::<f16, Pair>::reinterpret(halves);
+            let mut values = Vector::<f32, Pair>::empty();
+            values.insert(0usize, f32::cast_from(halves.extract(0usize)));
+            values.insert(1usize, f32::cast_from(halves.extract(1usize)));
+            values
+        } else {
+            PlaneMma::scale_pair(word, pair, grid)
+        }
+    }
+
+    fn sync_plane() {
+        PlaneMma::sync_plane();
+    }
+
+    fn any_of_plane(holds: bool, scratch: &mut [f32], #[comptime] from: u32) -> bool {
+        PlaneMma::any_of_plane(holds, scratch, from)
+    }
+
+    fn sum_of_quad(value: f32, scratch: &mut [f32], #[comptime] from: u32) -> f32 {
+        PlaneMma::sum_of_quad(value, scratch, from)
+    }
 }
 
 /// The instructions of compute capability 9.0.

@@ -17,6 +17,7 @@ use half::f16;
 
 use super::operands::{MatmulBlueprint, OperandHandles, Operands, Widths, epilogue, operands};
 use super::plan::{Gemv, Matmul};
+use crate::instructions::PlaneMma;
 use crate::numeric::element::decode_word;
 use crate::numeric::scale_grid::{scale_value, scaled_element};
 use crate::plan::{Dtype, UNITS};
@@ -119,7 +120,7 @@ fn gemv_kernel<F: Float, W: Size, X: Size>(
             for row in 0..plane_n {
                 let factor = factors[comptime!((row * k_tile_blocks + block) as usize)];
                 let packed = loaded[row as usize].extract(comptime!(word as usize));
-                let pairs = decode_word::<f16, Const<2>>(packed, Dtype::F16);
+                let pairs = decode_word::<PlaneMma, f16, Const<2>>(packed, Dtype::F16);
                 #[unroll]
                 for pair in 0..4u32 {
                     let halves = pairs[pair as usize];

@@ -12,9 +12,9 @@ use super::small_m_input::NormOperands;
 use super::{
     fp8_input, gemv, mma, portable_cmma, portable_gemm, portable_gemv, small_m, wgmma, wgmma_fp8,
 };
-#[cfg(feature = "cuda")]
-use crate::instructions::PtxWgmma;
 use crate::instructions::{EmulatedMma, EmulatedWgmma, MmaInstructions, PlaneMma};
+#[cfg(feature = "cuda")]
+use crate::instructions::{PtxMma, PtxWgmma};
 use crate::memory::{PackedHandles, check_memory};
 #[cfg(feature = "cuda")]
 use crate::plan::WgmmaSupport;
@@ -97,7 +97,10 @@ impl MatmulPlan {
                 launch(client, handles, made, matmul, blueprint, plan);
             }
             Kernel::SmallM(plan) => {
-                launch_small_m(client, handles, made, matmul, Vec::new(), None, blueprint, plan);
+                let family = Vec::new();
+                launch_small_m(
+                    client, device, handles, made, matmul, family, None, blueprint, plan,
+                );
             }
             Kernel::Wgmma(plan) => {
                 let launch = match (device.wgmma, dtype == Dtype::Bf16) {
@@ -112,8 +115,10 @@ impl MatmulPlan {
                 launch(client, handles, made, matmul, blueprint, plan);
             }
             Kernel::Mma(plan) => {
-                let launch = match plan.scratch {
-                    0 => mma_of::<PlaneMma>(matmul),
+                let launch = match (plan.scratch, device.wgmma) {
+                    #[cfg(feature = "cuda")]
+                    (0, WgmmaSupport::Ptx) => mma_of::<PtxMma>(matmul),
+                    (0, _) => mma_of::<PlaneMma>(matmul),
                     _ => mma_of::<EmulatedMma>(matmul),
                 };
                 launch(client, handles, made, matmul, blueprint, plan);
@@ -232,6 +237,7 @@ fn small_m_of<I: MmaInstructions>(matmul: &Matmul) -> LaunchSmallM {
 #[allow(clippy::too_many_arguments)]
 fn launch_small_m(
     client: &Client,
+    device: &Capability,
     handles: OperandHandles,
     output: Handle,
     matmul: &Matmul,
@@ -240,8 +246,10 @@ fn launch_small_m(
     blueprint: MatmulBlueprint,
     plan: SmallM,
 ) {
-    let launch = match plan.scratch {
-        0 => small_m_of::<PlaneMma>(matmul),
+    let launch = match (plan.scratch, device.wgmma) {
+        #[cfg(feature = "cuda")]
+        (0, WgmmaSupport::Ptx) => small_m_of::<PtxMma>(matmul),
+        (0, _) => small_m_of::<PlaneMma>(matmul),
         _ => small_m_of::<EmulatedMma>(matmul),
     };
     launch(client, handles, output, matmul, family, norm, blueprint, plan);
@@ -334,7 +342,9 @@ impl FamilyPlan {
         let norm = NormPlan::of(self.first.k, self.launch.units(), adds);
         // Planes add the squares; where matrix instructions are emulated there are none.
         let norm = norm.filter(|_| self.first.m == 1 && self.launch.scratch == 0)?;
-        let launch = SmallM { norm: Some(norm), ..self.launch };
+        // Each cube repeats the norm: no more of them than run at once.
+        let cubes = self.device.cubes / 2;
+        let launch = SmallM { norm: Some(norm), cubes, ..self.launch };
         Some(Self { launch, ..self.clone() })
     }
 
@@ -444,7 +454,7 @@ impl FamilyPlan {
         let norm = norm.map(|norm| (norm, found.sums.clone().unwrap_or_else(|| input.clone())));
         let handles = OperandHandles { weight, input, bias, prefetch, rows };
         let blueprint = MatmulBlueprint::new(first, device, &handles);
-        launch_small_m(client, handles, output, first, members, norm, blueprint, *launch);
+        launch_small_m(client, device, handles, output, first, members, norm, blueprint, *launch);
         Ok(found)
     }
 }
@@ -487,8 +497,7 @@ mod tests {
             Matmul::family(&matmuls, &GPU).expect("few rows")
         };
         assert!(of(1, 4096, &[4096]).with_norm(true).is_some());
-        assert!(of(1, 8192, &[4096]).with_norm(false).is_some(), "cubes of 256 units");
-        assert_eq!(of(1, 8192, &[6144]).with_norm(false), None, "cubes of 128 units");
+        assert!(of(1, 8192, &[6144]).with_norm(false).is_some());
         assert_eq!(of(1, 16384, &[4096]).with_norm(false), None);
         assert_eq!(of(2, 4096, &[4096]).with_norm(false), None);
         let gated = of(16, 4096, &[14336, 14336]).with_swiglu().expect("two equal weights");

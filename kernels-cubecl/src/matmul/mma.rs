@@ -278,7 +278,13 @@ fn mma_kernel<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size>(
                         }
                     }
                     if comptime!(group == 0) {
-                        decode_weights::<F, W>(&words, &factors, &mut weights, blueprint, tiling);
+                        decode_weights::<I, F, W>(
+                            &words,
+                            &factors,
+                            &mut weights,
+                            blueprint,
+                            tiling,
+                        );
                     } else {
                         multiply_tiles::<I, F, X>(
                             &weights,
@@ -403,7 +409,7 @@ fn read_tile<F: Float, S: Int, W: Size, X: Size>(
 
 /// Decodes the weight's fragments of every pair and tile of rows: `element x block scale`.
 #[cube]
-fn decode_weights<F: Float, W: Size>(
+fn decode_weights<I: MmaInstructions, F: Float, W: Size>(
     words: &Array<Vector<u32, W>>,
     factors: &Array<Vector<F, Pair>>,
     weights: &mut Sequence<Array<Vector<F, Pair>>>,
@@ -418,7 +424,7 @@ fn decode_weights<F: Float, W: Size>(
         for word in 0..2u32 {
             let word_of = comptime!((2 * tiling.block + word) as usize);
             let packed = words[row as usize].extract(word_of);
-            decoded.push(decode_elements::<F, Pair>(packed, blueprint));
+            decoded.push(decode_elements::<I, F, Pair>(packed, blueprint));
         }
     }
     #[unroll]

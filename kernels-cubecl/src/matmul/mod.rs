@@ -14,6 +14,8 @@ mod portable_plan;
 mod prefetch;
 mod small_m;
 mod small_m_input;
+mod small_m_load;
+mod small_m_row;
 mod wgmma;
 mod wgmma_fp8;
 

@@ -7,6 +7,7 @@ use cubecl::server::Handle;
 
 use super::plan::Matmul;
 use super::prefetch::{Prefetch, PrefetchArgs};
+use crate::instructions::MmaInstructions;
 use crate::memory::{PackedHandles, PackedIn};
 use crate::numeric::element::{decode_word, narrow};
 use crate::numeric::scale_grid::{element_shift, product_scale, product_scale_pair};
@@ -165,11 +166,11 @@ pub(super) fn decode_scales<F: Float, NA: Size>(
 
 /// Decodes elements as [`decode_word`] does, and restores their magnitude if block scales need it.
 #[cube]
-pub(super) fn decode_elements<F: Float, N: Size>(
+pub(super) fn decode_elements<I: MmaInstructions, F: Float, N: Size>(
     word: u32,
     #[comptime] blueprint: MatmulBlueprint,
 ) -> Array<Vector<F, N>> {
-    let mut pairs = decode_word::<F, N>(word, comptime!(blueprint.dtype));
+    let mut pairs = decode_word::<I, F, N>(word, comptime!(blueprint.dtype));
     if let Some(shift) = comptime!(element_shift(blueprint.grid(), blueprint.dtype)) {
         #[unroll]
         for pair in 0..4usize {

@@ -184,6 +184,11 @@ impl SmallM {
         32 * self.n_planes * self.k_planes
     }
 
+    /// Returns true if the input is one row: `small_m_row.rs`.
+    pub(super) const fn is_row(&self) -> bool {
+        self.tile_m == 1
+    }
+
     /// Returns the packed rows of a weight that a plane has.
     pub(super) const fn plane_n(&self) -> u32 {
         if self.gated { 8 } else { 16 }
@@ -556,9 +561,10 @@ impl Matmul {
         // From measurements on an H200. With more packed rows per cube the input is read less
         // often.
         let (n_planes, k_planes) = match self.m {
+            0..=1 => (1, 8),
             // With three or four n tiles per multiprocessor, smaller cubes: all run at once.
-            0..=4 if busy(1, 2 * sms + 1) && !busy(1, 4 * sms + 1) => (1, 4),
-            0..=4 => (1, 8),
+            2..=4 if busy(1, 2 * sms + 1) && !busy(1, 4 * sms + 1) => (1, 4),
+            2..=4 => (1, 8),
             5..=8 if busy(2, sms) => (2, 4),
             5..=8 => (1, 8),
             // More cubes than run at once: planes that add no sums keep them short.
@@ -570,13 +576,17 @@ impl Matmul {
             _ => return refuse("there are too many rows of the input for them"),
         };
         let tile_m = self.m.next_power_of_two();
-        let at_once = sms.max(1) * (SMALL_M_UNITS / (32 * n_planes * k_planes)).max(1);
+        let at_once = match self.m {
+            // A cube for each n tile: some load while others end.
+            0..=1 => u32::MAX,
+            _ => sms.max(1) * (SMALL_M_UNITS / (32 * n_planes * k_planes)).max(1),
+        };
         let turns = cubes(n_planes).div_ceil(at_once as usize);
         let steps = turns * self.k.div_ceil(SMALL_M_K_TILE * k_planes as usize);
         // More than two pay off where a plane takes many steps, or steps of many rows that other
         // planes wait for.
         let stages = match self.m {
-            0..=4 if steps >= 7 => 3,
+            2..=4 if steps >= 7 => 3,
             9..=MAX_SMALL_M if (n_planes, k_planes) == (2, 4) => 3,
             _ => 2,
         };
@@ -757,7 +767,7 @@ mod tests {
             }
             _ => None,
         };
-        assert_eq!(of(1, 8192), Some((1, 4, 1)));
+        assert_eq!(of(1, 8192), Some((1, 8, 1)));
         assert_eq!(of(1, 11008), Some((1, 8, 1)));
         assert_eq!(of(1, 4096), Some((1, 8, 1)));
         assert_eq!(of(1, 20), Some((1, 8, 1)));
@@ -772,14 +782,16 @@ mod tests {
         assert_eq!(of(9, 4096), Some((2, 4, 16)));
         assert_eq!(of(9, 1024), None);
         assert_eq!(of(17, 8192), None);
-        // As many cubes as run at once.
-        assert_eq!(matmul(1, 8192, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes);
-        assert_eq!(matmul(1, 28672, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 2);
-        assert_eq!(matmul(1, 4096, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 2);
+        // As many cubes as run at once, or one for each n tile.
+        assert_eq!(matmul(2, 8192, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes);
+        assert_eq!(matmul(2, 28672, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 2);
+        assert_eq!(matmul(2, 4096, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 2);
         assert_eq!(matmul(16, 8192, 4096).small_m_launch(&GPU).unwrap().cubes, GPU.cubes / 4);
+        let row = matmul(1, 28672, 4096).small_m_launch(&GPU).unwrap();
+        assert_eq!(row.cubes_of(&[row.tiles(28672)]), [1792]);
         let stages = |m, n, k| matmul(m, n, k).small_m_launch(&GPU).unwrap().stages;
         assert_eq!([stages(1, 4096, 4096), stages(1, 6144, 4096)], [2, 2]);
-        assert_eq!([stages(1, 28672, 4096), stages(4, 4096, 14336)], [3, 3]);
+        assert_eq!([stages(1, 4096, 14336), stages(4, 4096, 14336)], [2, 3]);
         assert_eq!([stages(8, 4096, 14336), stages(16, 28672, 4096)], [2, 2]);
         assert_eq!([stages(16, 4096, 4096), stages(16, 6144, 4096)], [3, 2]);
         let odd = matmul(1, 8192, 384).small_m(&GPU);
@@ -810,8 +822,9 @@ mod tests {
                 let Ok(plan) = matmul(m, n, k).small_m_launch(&GPU) else { continue };
                 let SmallM { k_planes, tile_m, .. } = plan;
                 planned += 1;
-                // 36 vectors of 16 bytes for a k tile of a row, in two places; see `small_m.rs`.
-                let bytes = 16 * 36 * tile_m * 2 * k_planes + 4 * plan.staged_sums();
+                // 36 vectors of 16 bytes for a k tile of a row, in two places, and 8 of zeros; see
+                // `small_m.rs`.
+                let bytes = 16 * (36 * tile_m * 2 * k_planes + 8) + 4 * plan.staged_sums();
                 assert!(bytes <= 99 << 10, "{m} x {n} x {k}: {bytes} bytes, {plan:?}");
             }
         }

@@ -20,6 +20,7 @@
 //!     for half of a word of eight codes:                               (multiply)
 //!         weights = codes x scales, in registers
 //!         sums += weights x input, for every eight rows of the input
+//!     for one row of the input: sums += block sums x scales            (multiply_row)
 //!     load a step to these registers, also of the next n tile          (load_step)
 //!     after the last step of an n tile:
 //!         share the sums of the planes                                 (stage_sums)
@@ -47,13 +48,19 @@ use super::plan::{Matmul, SMALL_M_K_TILE, SMALL_M_VECTOR as VECTOR, SmallM};
 use super::prefetch::prefetch_next;
 use super::small_m_input::{
     K_TILE_VECTORS, NormArgs, NormArgsLaunch, NormOperands, NormRow, QUARTER_STRIDE_PADDED,
-    ROW_STRIDE_PADDED, load_row, share, share_normalized,
+    ROW_STRIDE_PADDED, ZERO_VECTORS, is_large, load_row, share, share_normalized, share_row,
+    share_zeros,
 };
+use super::small_m_load::{
+    Lane, NTile, ROWS_PER_LANE, StepRegisters, copied_row, lane_of_unit, load_step, n_tile,
+};
+use super::small_m_row::multiply_row;
 use crate::decoder::swiglu::silu;
 use crate::instructions::{MmaInstructions, Pair};
 use crate::memory::PackedIn;
 use crate::numeric::element::narrow;
 use crate::numeric::scale_grid::sum_shift;
+use crate::plan::Dtype;
 
 /// Launches the kernel for a weight, and for the other weights of its family. `norm` has the sums
 /// that it stores. With SwiGLU the family has one more weight, without an output of its own. `S`
@@ -122,30 +129,12 @@ pub(super) fn launch<I: MmaInstructions, F: Float, S: Int>(
     }
 }
 
-/// Packed rows of a lane: eight rows apart, or the same row of two weights.
-const ROWS_PER_LANE: u32 = 2;
-
 /// Tensor scales of a weight and of the other weight of SwiGLU; not used if packed rows have one
 /// each.
 #[derive(CubeType, Clone, Copy)]
 struct TensorScales {
     weight: f32,
     up: f32,
-}
-
-/// Position of a lane in its cube.
-#[derive(CubeType, Clone, Copy)]
-struct Lane {
-    /// Number in its plane.
-    lane: u32,
-    /// Number of its quad: the row it has of each eight.
-    quad: u32,
-    /// Number in its quad: the part it has of a row.
-    part: u32,
-    /// Number of its plane among the planes that divide the packed rows.
-    n_plane: u32,
-    /// Number of its plane among the planes that divide k.
-    k_plane: u32,
 }
 
 /// A weight's packed rows, and the cubes that multiply by it.
@@ -155,88 +144,6 @@ struct Rows {
     /// Number of this cube among the cubes.
     cube: u32,
     cubes: u32,
-}
-
-/// Packed rows of an n tile.
-#[derive(CubeType, Clone, Copy)]
-struct NTile {
-    /// The first one.
-    first: u32,
-    /// The first one of the lane.
-    row: u32,
-}
-
-/// Returns the position of this unit.
-#[cube]
-fn lane_of_unit(#[comptime] plan: SmallM) -> Lane {
-    let plane = UNIT_POS / 32;
-    Lane {
-        lane: UNIT_POS % 32,
-        quad: UNIT_POS % 32 / 4,
-        part: UNIT_POS % 4,
-        n_plane: plane % plan.n_planes,
-        k_plane: plane / plan.n_planes,
-    }
-}
-
-/// Returns the n tile of a number.
-#[cube]
-fn n_tile(tile: u32, lane: &Lane, #[comptime] plan: SmallM) -> NTile {
-    let first = tile * comptime!(plan.tile_n());
-    NTile { first, row: first + lane.n_plane * comptime!(plan.plane_n()) + lane.quad }
-}
-
-/// Registers that a lane loads for a step.
-#[derive(CubeType)]
-struct StepRegisters<W: Size, X: Size> {
-    /// Two vectors of codes of both rows.
-    codes: Array<Vector<u32, W>>,
-    /// The scales of their blocks, in a word.
-    scales: Array<u32>,
-    /// The part of the input that the lane copies.
-    input: Array<Vector<u32, X>>,
-}
-
-/// Loads a step from device memory. K tiles beyond the last repeat it. `up` is the other weight of
-/// SwiGLU.
-#[cube]
-fn load_step<F: Float, S: Int, W: Size, X: Size>(
-    operands: &Operands<F, S, W, X>,
-    weight: &PackedIn<S, W>,
-    up: &PackedIn<S, W>,
-    n: u32,
-    loaded: &mut StepRegisters<W, X>,
-    tile: u32,
-    step: u32,
-    lane: &Lane,
-    #[comptime] plan: SmallM,
-) {
-    let dims = &operands.dims;
-    let n_tile = n_tile(tile, lane, plan);
-    let k_tile = min(step * plan.k_planes + lane.k_plane, dims.k_tiles - 1);
-    #[unroll]
-    for half in 0..ROWS_PER_LANE {
-        let below = if comptime!(plan.gated) { 0u32 } else { half * 8 };
-        let row = min(n_tile.row + below, n - 1);
-        let at = ((row * dims.k_tiles + k_tile) * 4 + lane.part) as usize;
-        let to = comptime!(half as usize);
-        let weight = if comptime!(plan.gated && half == 1) { up } else { weight };
-        loaded.codes[comptime!(2 * to)] = weight.codes[at * 2];
-        loaded.codes[comptime!(2 * to + 1)] = weight.codes[at * 2 + 1];
-        loaded.scales[to] = u32::cast_from(weight.scales[at]);
-    }
-    #[unroll]
-    for copy in 0..comptime!(plan.copies()) {
-        let row = min(copied_row(lane, copy, plan), dims.m - 1);
-        let at = (row * dims.k_tiles + k_tile) * K_TILE_VECTORS + lane.lane;
-        loaded.input[copy as usize] = operands.input[at as usize];
-    }
-}
-
-/// Returns the row of the input that a plane copies. Planes of the same k tile divide the rows.
-#[cube]
-fn copied_row(lane: &Lane, #[comptime] copy: u32, #[comptime] plan: SmallM) -> u32 {
-    (lane.n_plane * comptime!(plan.copies()) + copy) % plan.tile_m
 }
 
 /// Multiplies the input by each weight of a family, with cubes of its own.
@@ -255,8 +162,12 @@ fn small_m_kernel<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Siz
         Some(norm) => norm.vectors / K_TILE_VECTORS,
         None => 2 * plan.k_planes,
     });
-    let shared = comptime!((k_tiles * plan.tile_m * ROW_STRIDE_PADDED) as usize);
+    let zeros = comptime!(if plan.is_row() { ZERO_VECTORS } else { 0 });
+    let shared = comptime!((k_tiles * plan.tile_m * ROW_STRIDE_PADDED + zeros) as usize);
     let mut shared = Shared::<[Vector<u32, X>]>::new_slice(shared);
+    if comptime!(plan.is_row()) {
+        share_zeros::<X>(&mut shared);
+    }
     let staged = comptime!((plan.staged_sums() + plan.scratch) as usize);
     let mut staged = Shared::<[f32]>::new_slice(staged);
     let cube = CUBE_POS as u32;
@@ -381,7 +292,6 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
     let buffer = comptime!(tile_m * ROW_STRIDE_PADDED);
     let step_buffer = comptime!(k_planes * buffer);
     if let Some(norm_plan) = comptime!(plan.norm) {
-        let conversion = comptime!(operands.blueprint.conversion);
         let units = comptime!(plan.units());
         share_normalized::<F, V, X>(
             norm.index_mut(0usize),
@@ -389,8 +299,12 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
             shared,
             norm_plan,
             units,
-            conversion,
+            comptime!(operands.blueprint),
         );
+    }
+    if comptime!(plan.is_row() && plan.norm.is_none()) {
+        // The zeros; a norm waits for all planes.
+        sync_cube();
     }
     prefetch_next(&operands.prefetch, comptime!(false));
 
@@ -425,7 +339,16 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
                 if comptime!(plan.norm.is_none()) {
                     from = input_from + lane.k_plane * buffer;
                     input_from = step_buffer - input_from;
-                    share_input::<X>(shared, from, &registers.input, lane, plan);
+                    let dtype = comptime!(operands.blueprint.dtype);
+                    share_input::<I, F, X>(
+                        shared,
+                        from,
+                        &registers.input,
+                        staged,
+                        lane,
+                        dtype,
+                        plan,
+                    );
                     if comptime!(shares_steps) {
                         sync_cube();
                     } else {
@@ -433,9 +356,17 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
                     }
                 }
                 if k_tile < k_tiles {
-                    multiply::<I, F, S, W, X>(
-                        operands, registers, from, &*shared, &mut sums, staged, lane, plan,
-                    );
+                    if comptime!(plan.is_row()) {
+                        let blueprint = comptime!(operands.blueprint);
+                        let sums = sums.index_mut(0usize);
+                        multiply_row::<I, F, W, X>(
+                            registers, from, &*shared, sums, staged, lane, blueprint, plan,
+                        );
+                    } else {
+                        multiply::<I, F, S, W, X>(
+                            operands, registers, from, &*shared, &mut sums, staged, lane, plan,
+                        );
+                    }
                 }
                 if done + (stage + plan.stages) < end {
                     let next = loaded.index_mut(comptime!(stage as usize));
@@ -451,7 +382,7 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
                 step += 1u32;
                 if step == steps {
                     let stored = n_tile(tile, lane, plan);
-                    stage_sums(&sums, operands.dims.m, staged, staged_from, lane, plan);
+                    stage_sums::<I>(&sums, operands.dims.m, staged, staged_from, lane, plan);
                     store_sums::<F, S, W, X>(
                         operands,
                         weight,
@@ -486,17 +417,28 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
 
 /// Stores a lane's copy of the input of a step in shared memory.
 #[cube]
-fn share_input<X: Size>(
+fn share_input<I: MmaInstructions, F: Float, X: Size>(
     shared: &mut [Vector<u32, X>],
     from: u32,
     input: &Array<Vector<u32, X>>,
+    staged: &mut [f32],
     lane: &Lane,
+    #[comptime] dtype: Dtype,
     #[comptime] plan: SmallM,
 ) {
-    #[unroll]
-    for copy in 0..comptime!(plan.copies()) {
-        let row = copied_row(lane, copy, plan);
-        share::<X>(shared, from, row, lane.lane, input[copy as usize]);
+    if comptime!(plan.is_row()) {
+        let values = input[0];
+        let mut large = false.runtime();
+        if comptime!(dtype == Dtype::Bf16) {
+            large = I::any_of_plane(is_large::<X>(values), staged, plan.staged_sums());
+        }
+        share_row::<F, X>(shared, from, lane.lane, values, large, dtype);
+    } else {
+        #[unroll]
+        for copy in 0..comptime!(plan.copies()) {
+            let row = copied_row(lane, copy, plan);
+            share::<X>(shared, from, row, lane.lane, input[copy as usize]);
+        }
     }
 }
 
@@ -538,7 +480,7 @@ fn multiply<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size>(
         for row in 0..ROWS_PER_LANE {
             let packed = loaded.codes[comptime!((2 * row + word / 4) as usize)];
             let packed = packed.extract(comptime!((word % 4) as usize));
-            decoded.push(decode_elements::<F, Pair>(packed, blueprint));
+            decoded.push(decode_elements::<I, F, Pair>(packed, blueprint));
         }
         #[unroll]
         for half in 0..2u32 {
@@ -569,7 +511,7 @@ fn multiply<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size>(
 
 /// Stores a plane's sums of an n tile in shared memory, by rows of the input.
 #[cube]
-fn stage_sums(
+fn stage_sums<I: MmaInstructions>(
     sums: &Sequence<Array<Vector<f32, Pair>>>,
     m: u32,
     staged: &mut [f32],
@@ -578,16 +520,30 @@ fn stage_sums(
     #[comptime] plan: SmallM,
 ) {
     let (stride, region) = comptime!((plan.staged_stride(), plan.plane_sums()));
-    #[unroll]
-    for tile in 0..comptime!(plan.m_tiles()) {
+    if comptime!(plan.is_row()) {
         #[unroll]
-        for index in 0..4u32 {
-            let (half, column) = comptime!((index as usize / 2, index as usize % 2));
-            let sum = sums.index(comptime!(tile as usize))[half].extract(column);
-            let to = lane.part * 2 + comptime!(tile * 8 + column as u32);
-            let row = lane.n_plane * 16 + lane.quad + comptime!(8 * half as u32);
-            if to < m {
-                staged[(staged_from + lane.k_plane * region + to * stride + row) as usize] = sum;
+        for half in 0..2usize {
+            let sums = sums.index(0usize)[half];
+            let sum = sums.extract(0usize) + sums.extract(1usize);
+            let sum = I::sum_of_quad(sum, staged, plan.staged_sums());
+            if lane.part == 0 {
+                let row = lane.quad + comptime!(8 * half as u32);
+                staged[(staged_from + lane.k_plane * region + row) as usize] = sum;
+            }
+        }
+    } else {
+        #[unroll]
+        for tile in 0..comptime!(plan.m_tiles()) {
+            #[unroll]
+            for index in 0..4u32 {
+                let (half, column) = comptime!((index as usize / 2, index as usize % 2));
+                let sum = sums.index(comptime!(tile as usize))[half].extract(column);
+                let to = lane.part * 2 + comptime!(tile * 8 + column as u32);
+                let row = lane.n_plane * 16 + lane.quad + comptime!(8 * half as u32);
+                if to < m {
+                    staged[(staged_from + lane.k_plane * region + to * stride + row) as usize] =
+                        sum;
+                }
             }
         }
     }
@@ -660,5 +616,8 @@ fn sum_along_k(
     for k_plane in 0..plan.k_planes {
         sum += staged[(staged_from + k_plane * region + input_row * stride + row) as usize];
     }
-    sum * comptime!(sum_shift(blueprint.grid()))
+    if comptime!(!plan.is_row()) {
+        sum *= comptime!(sum_shift(blueprint.grid()));
+    }
+    sum
 }

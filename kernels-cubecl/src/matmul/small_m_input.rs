@@ -15,9 +15,11 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::operands::MatmulBlueprint;
 use super::plan::{NormPlan, SMALL_M_K_TILE, SMALL_M_VECTOR as VECTOR};
 use crate::decoder::norm::{add_squares, scaled, sum_of};
-use crate::plan::{Conversion, UNITS};
+use crate::numeric::scale_grid::{decoded_shift, power};
+use crate::plan::{Dtype, UNITS};
 
 /// Vectors of the input in a k tile.
 pub(super) const K_TILE_VECTORS: u32 = SMALL_M_K_TILE as u32 / VECTOR;
@@ -77,6 +79,63 @@ pub(super) fn share<X: Size>(
 ) {
     let to = from + row * ROW_STRIDE_PADDED + vector / 8 * QUARTER_STRIDE_PADDED + vector % 8;
     shared[to as usize] = pairs::<X>(values);
+}
+
+/// Exponent of the factor of the input in bf16.
+const INPUT_SHIFT: i32 = 62;
+
+/// Where the factor of the products of a k tile is, behind the vectors of the first part.
+pub(super) const FACTOR_AT: u32 = K_TILE_VECTORS / 4;
+
+/// Vectors of zeros: what a lane reads of a k tile of the input.
+pub(super) const ZERO_VECTORS: u32 = K_TILE_VECTORS / 4;
+
+/// Writes the zeros behind the input in shared memory.
+#[cube]
+pub(super) fn share_zeros<X: Size>(shared: &mut [Vector<u32, X>]) {
+    if UNIT_POS < ZERO_VECTORS {
+        let first = shared.len() - comptime!(ZERO_VECTORS as usize);
+        shared[first + UNIT_POS as usize] = Vector::new(0u32);
+    }
+}
+
+/// Returns true if a vector of the input, in bf16, has a value of 2^65 or more, an infinity or NaN.
+#[cube]
+pub(super) fn is_large<X: Size>(values: Vector<u32, X>) -> bool {
+    // Both highest bits of the exponent.
+    let mut found = 0u32;
+    #[unroll]
+    for pair in 0..4usize {
+        let pair = values.extract(pair);
+        found |= pair & (pair << 1u32);
+    }
+    found & 0x4000_4000u32 != 0u32
+}
+
+/// Stores a lane's vector of a k tile in shared memory, and the factor that restores products.
+/// `large` is true if one of the k tile's vectors [is large](is_large).
+#[cube]
+pub(super) fn share_row<F: Float, X: Size>(
+    shared: &mut [Vector<u32, X>],
+    from: u32,
+    vector: u32,
+    values: Vector<u32, X>,
+    large: bool,
+    #[comptime] dtype: Dtype,
+) {
+    if comptime!(dtype == Dtype::Bf16) {
+        let shift = comptime!(power(INPUT_SHIFT));
+        let factor = select(large, F::cast_from(1.0f32), F::cast_from(shift));
+        let scaled = Vector::<F, Const<8>>::reinterpret(values) * Vector::new(factor);
+        share::<X>(shared, from, 0u32.runtime(), vector, Vector::reinterpret(scaled));
+        if vector == 0 {
+            let restored = comptime!(decoded_shift(dtype));
+            let factor = select(large, restored, comptime!(restored / shift));
+            shared[(from + FACTOR_AT) as usize] = Vector::new(u32::reinterpret(factor));
+        }
+    } else {
+        share::<X>(shared, from, 0u32.runtime(), vector, values);
+    }
 }
 
 /// Returns eight values in the order in which codes are decoded, each with the fourth after it.
@@ -154,8 +213,9 @@ pub(super) fn share_normalized<F: Float, V: Size, X: Size>(
     shared: &mut [Vector<u32, X>],
     #[comptime] plan: NormPlan,
     #[comptime] units: u32,
-    #[comptime] conversion: Conversion,
+    #[comptime] blueprint: MatmulBlueprint,
 ) {
+    let conversion = comptime!(blueprint.conversion);
     let (unit_count, turns) = comptime!(plan.shares(units));
     let vectors = comptime!(plan.vectors);
     let mut of_planes = Shared::<[f32]>::new_slice(comptime!((UNITS / 32) as usize));
@@ -201,7 +261,10 @@ pub(super) fn share_normalized<F: Float, V: Size, X: Size>(
             let normalized = scaled::<F, V>(values, weights, factor, VECTOR, conversion);
             let from = at / K_TILE_VECTORS * ROW_STRIDE_PADDED;
             let words = Vector::<u32, X>::reinterpret(normalized);
-            share::<X>(shared, from, 0u32.runtime(), at % K_TILE_VECTORS, words);
+            // A plane has a k tile.
+            let large = plane_any(is_large::<X>(words));
+            let vector = at % K_TILE_VECTORS;
+            share_row::<F, X>(shared, from, vector, words, large, comptime!(blueprint.dtype));
         }
     }
     sync_cube();

@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use crate::instructions::MmaInstructions;
 use crate::plan::{Conversion, Dtype};
 
 /// Elements of one binade [2^e, 2^(e + 1)) are 2^(e - 1) apart, and those below 1 as in [1, 2). A
@@ -78,7 +79,7 @@ pub(crate) fn element_value(word: u32) -> f32 {
 ///
 /// One shift moves these bits of two pairs away from the signs: then they do not overlap.
 #[cube]
-pub(crate) fn decode_word<F: Float, N: Size>(
+pub(crate) fn decode_word<I: MmaInstructions, F: Float, N: Size>(
     word: u32,
     #[comptime] dtype: Dtype,
 ) -> Array<Vector<F, N>> {
@@ -89,7 +90,7 @@ pub(crate) fn decode_word<F: Float, N: Size>(
             // Pairs 3 and 2, then 1 and 0.
             let signs = word << comptime!(8 * half);
             let rest = if comptime!(half == 0) { word >> 6u32 } else { word << 2u32 };
-            let both = (signs & 0x8800_8800u32) | (rest & 0x77FF_77FFu32);
+            let both = I::merge_bits(signs, rest, 0x8800_8800u32);
             let first = comptime!((3 - 2 * half) as usize);
             pairs[first] = Vector::<F, N>::reinterpret(both & 0x81C0_81C0u32);
             let second = (both << 4u32) & 0x81C0_81C0u32;
@@ -98,7 +99,7 @@ pub(crate) fn decode_word<F: Float, N: Size>(
             // Pairs 3 and 1, then 2 and 0.
             let signs = word << comptime!(4 * half);
             let rest = if comptime!(half == 0) { word >> 3u32 } else { word << 1u32 };
-            let both = (signs & 0x8080_8080u32) | (rest & 0x7F7F_7F7Fu32);
+            let both = I::merge_bits(signs, rest, 0x8080_8080u32);
             let first = comptime!((3 - half) as usize);
             pairs[first] = Vector::<F, N>::reinterpret(both & 0x8E00_8E00u32);
             let second = (both << 8u32) & 0x8E00_8E00u32;

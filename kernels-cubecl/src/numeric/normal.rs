@@ -12,6 +12,7 @@ use half::f16;
 
 use super::element::{decode_word, element_value};
 use super::scale_grid::{INFINITY, MANTISSA, NAN, first_normal, ones, power, rebias, scale_value};
+use crate::instructions::PlaneMma;
 use crate::plan::{Decoding, Dtype};
 
 /// Bits of 2^23: an integer below 2^23 in the mantissa adds itself.
@@ -120,7 +121,7 @@ pub(crate) fn decode_eight(word: u32, #[comptime] decoding: Decoding) -> Array<f
                 f32::reinterpret(u32::reinterpret(magnitude) | sign);
         }
     } else {
-        let pairs = decode_word::<f16, Const<2>>(word, Dtype::F16);
+        let pairs = decode_word::<PlaneMma, f16, Const<2>>(word, Dtype::F16);
         #[unroll]
         for pair in 0..4u32 {
             let halves = pairs[pair as usize];

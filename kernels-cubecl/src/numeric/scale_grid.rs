@@ -16,6 +16,7 @@ use burn_fp4_search::scale_grid::{
     ELEMENT_BINADE, F32_BIAS, F32_MANTISSA_BITS, POWERS_ABOVE, POWERS_BELOW,
 };
 use cubecl::prelude::*;
+use half::f16;
 
 use crate::plan::Dtype;
 
@@ -335,8 +336,13 @@ pub(crate) fn f16_holds_products(grid: ScaleGrid) -> bool {
 pub(crate) fn element_shift(grid: ScaleGrid, dtype: Dtype) -> Option<f32> {
     match grid {
         ScaleGrid::Float(_) => None,
-        ScaleGrid::PowersOfTwo(_) => Some(power(element_exponent(dtype))),
+        ScaleGrid::PowersOfTwo(_) => Some(decoded_shift(dtype)),
     }
+}
+
+/// Returns the factor that restores elements decoded to a dtype.
+pub(crate) fn decoded_shift(dtype: Dtype) -> f32 {
+    power(element_exponent(dtype))
 }
 
 /// Returns the factor of block scales. Their products with decoded elements are then
@@ -469,19 +475,10 @@ pub(crate) fn product_scale_pair<F: Float, N: Size>(
     #[comptime] grid: ScaleGrid,
     #[comptime] dtype: Dtype,
 ) -> Vector<F, N> {
-    // Mantissa bits of the dtype, and the exponent field of 1.
-    let (mantissa, bias) = comptime!(if dtype == Dtype::Bf16 { (7, 127) } else { (10, 15) });
     match comptime!(grid) {
         ScaleGrid::Float(row) => {
-            let above = comptime!(ones(row) + 1);
-            let dropped = comptime!(mantissa - row.mantissa_bits);
-            let codes = codes & comptime!(ones(row) * 0x0001_0001);
-            // Only the code of NaN sets this bit.
-            let nan = (codes + 0x0001_0001u32) & comptime!(above * 0x0001_0001);
-            // Exponent and mantissa bits make a float that is too small by a power of two,
-            // subnormals included. The bits of NaN fill its whole exponent.
-            let filled = comptime!((0x8000 - (above << dropped)) / above);
-            let tiny = Vector::<F, N>::reinterpret((codes << dropped) + nan * filled);
+            let tiny = Vector::<F, N>::reinterpret(tiny_float_pair(codes, row, dtype));
+            let bias = comptime!(exponent_bias(dtype));
             if comptime!(dtype == Dtype::Bf16) {
                 // A bf16 holds at most half the exponent of both shifts together.
                 let shift = Vector::new(F::cast_from(comptime!(power(bias - row.bias))));
@@ -491,15 +488,70 @@ pub(crate) fn product_scale_pair<F: Float, N: Size>(
                 tiny * Vector::new(F::cast_from(shift))
             }
         }
+        ScaleGrid::PowersOfTwo(_) => Vector::<F, N>::reinterpret(power_pair(codes)),
+    }
+}
+
+/// Returns the values of the codes in two bytes of a word: the lower ones, or the upper ones.
+#[cube]
+pub(crate) fn scale_pair(
+    word: u32,
+    #[comptime] pair: u32,
+    #[comptime] grid: ScaleGrid,
+) -> Vector<f32, Const<2>> {
+    let bytes = word >> comptime!(16 * pair);
+    let codes = (bytes & 0xFFu32) | ((bytes & 0xFF00u32) << 8u32);
+    let mut values = Vector::<f32, Const<2>>::empty();
+    match comptime!(grid) {
+        ScaleGrid::Float(row) => {
+            let dtype = comptime!(Dtype::F16);
+            let tiny = Vector::<f16, Const<2>>::reinterpret(tiny_float_pair(codes, row, dtype));
+            let shift = comptime!(power(exponent_bias(dtype) - row.bias));
+            let pair = tiny * Vector::new(f16::cast_from(shift));
+            #[unroll]
+            for index in 0..2usize {
+                values.insert(index, f32::cast_from(pair.extract(index)));
+            }
+        }
         ScaleGrid::PowersOfTwo(_) => {
-            // The code is the exponent of a bf16. 0 is half its smallest normal number and the last
-            // code is NaN: both set the highest mantissa bit.
-            let codes = codes & 0x00FF_00FFu32;
-            let (first, last) = (!(codes + 0x00FF_00FFu32), codes + 0x0001_0001u32);
-            let half = ((first | last) & 0x0100_0100u32) >> 2u32;
-            Vector::<F, N>::reinterpret((codes << 7u32) | half)
+            let pair = power_pair(codes);
+            values.insert(0usize, f32::reinterpret(pair << 16u32));
+            values.insert(1usize, f32::reinterpret(pair & 0xFFFF_0000u32));
         }
     }
+    values
+}
+
+/// Returns the exponent field of 1 in a dtype of 16 bits.
+const fn exponent_bias(dtype: Dtype) -> i32 {
+    if matches!(dtype, Dtype::Bf16) { 127 } else { 15 }
+}
+
+/// Returns the values of two codes of a float grid, in f16 or bf16, too small by the difference of
+/// the biases of their exponents.
+#[cube]
+fn tiny_float_pair(codes: u32, #[comptime] row: Minifloat, #[comptime] dtype: Dtype) -> u32 {
+    let mantissa = comptime!(if dtype == Dtype::Bf16 { 7 } else { 10 });
+    let above = comptime!(ones(row) + 1);
+    let dropped = comptime!(mantissa - row.mantissa_bits);
+    let codes = codes & comptime!(ones(row) * 0x0001_0001);
+    // Only the code of NaN sets this bit.
+    let nan = (codes + 0x0001_0001u32) & comptime!(above * 0x0001_0001);
+    // Exponent and mantissa bits make a float that is too small by a power of two, subnormals
+    // included. The bits of NaN fill its whole exponent.
+    let filled = comptime!((0x8000 - (above << dropped)) / above);
+    (codes << dropped) + nan * filled
+}
+
+/// Returns the values of two codes of powers of two, in bf16.
+#[cube]
+fn power_pair(codes: u32) -> u32 {
+    // The code is the exponent of a bf16. 0 is half its smallest normal number and the last code
+    // is NaN: both set the highest mantissa bit.
+    let codes = codes & 0x00FF_00FFu32;
+    let (first, last) = (!(codes + 0x00FF_00FFu32), codes + 0x0001_0001u32);
+    let half = ((first | last) & 0x0100_0100u32) >> 2u32;
+    (codes << 7u32) | half
 }
 
 #[cfg(test)]

@@ -905,6 +905,37 @@ fn products_with_scales_that_are_nan() {
     }
 }
 
+/// One row of the input in bf16 is scaled before it is multiplied, by k tiles of 256 values: some
+/// here have values of 2^65 and more, or tiny ones.
+#[test]
+fn products_of_rows_of_any_magnitude() {
+    let device = Device::new();
+    if !device.capability.mma {
+        return;
+    }
+    let (n, k, dtype) = (40, 2560, Dtype::Bf16);
+    for scheme in [Fp4Scheme::nvfp4(), Fp4Scheme::mxfp4()] {
+        let packed = oracle(&Kind::Outliers.values(n * k, 1), n, k, &scheme).expect("valid");
+        let handles = upload_packed(&device.client, &packed);
+        let (format, block_size) = (scheme.format(), scheme.block_size);
+        let matmul = Matmul { m: 1, n, k, format, block_size, dtype: kernel_dtype(dtype) };
+        for [even, odd] in [[1e-20, 1e-20], [1e15, 1.0], [3e19, 1e19], [1e28, 1e17], [1e28, 1e28]] {
+            let mut values = Kind::Outliers.values(k, 2);
+            for (at, value) in values.iter_mut().enumerate() {
+                *value *= if at / 256 % 2 == 0 { even } else { odd };
+            }
+            let input = Dense::new(1, k, &values, dtype);
+            let planned = matmul.small_m(&device.capability).expect("one row");
+            let uploaded = upload(&device.client, &input);
+            let found = planned.run(&device.client, handles.clone(), uploaded, None, None);
+            let found =
+                floats(&device.client, found.expect("memory of these lengths"), matmul.dtype);
+            let exact = exact_products(&packed.dequantize(), &input.to_f32(), None, k);
+            assert_products(&format!("{scheme:?}, {even:e} and {odd:e}"), &found, &exact, dtype);
+        }
+    }
+}
+
 #[test]
 fn products_are_the_same_every_time() {
     let device = Device::new();

@@ -1,8 +1,8 @@
 //! The products of `small_m.rs` with one row of the input.
 //!
 //! The instruction multiplies by eight columns, of which a row fills one. Here the columns stand
-//! for blocks instead: a column has the input of one block, and zeros for the others. So the sums of
-//! blocks stay apart, codes need no scales, and a sum is scaled when its block is done:
+//! for blocks instead: a column has the input of one block, and zeros for the others. So the sums
+//! of blocks stay apart, codes need no scales, and a sum is scaled when its block is done:
 //!
 //! ```text
 //! a vector of 32 codes of each part of a row: eight blocks of 16

@@ -50,6 +50,22 @@ fn word_type(ctx: &Context) -> TypeHandle {
     IntegerType::get(ctx, 32, Signedness::Signless).into()
 }
 
+/// Replaces an operation on words by an instruction without side effects.
+fn replace_by(
+    ctx: &mut Context,
+    rewriter: &mut DialectConversionRewriter,
+    operation: Ptr<Operation>,
+    inputs: Vec<Value>,
+    text: &str,
+) {
+    let constraints = format!("=r{}", ",r".repeat(inputs.len()));
+    let word = word_type(ctx);
+    let op = llvm::InlineAsmOp::new(ctx, word, inputs, text, &constraints, false);
+    rewriter.insert_op(ctx, &op);
+    let result = op.get_result(ctx);
+    rewriter.replace_operation_with_values(ctx, operation, vec![result]);
+}
+
 /// Returns the pointers to the values at an address.
 fn pointers(
     ctx: &mut Context,
@@ -139,12 +155,8 @@ impl ToLLVMDialect for SelectBytesOp {
         _operands_info: &OperandsInfo,
     ) -> Result<()> {
         let inputs = vec![self.low(ctx), self.high(ctx), self.selectors(ctx)];
-        let ty = word_type(ctx);
         let text = "prmt.b32 $0, $1, $2, $3;";
-        let op = llvm::InlineAsmOp::new(ctx, ty, inputs, text, "=r,r,r,r", false);
-        rewriter.insert_op(ctx, &op);
-        let bytes = op.get_result(ctx);
-        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![bytes]);
+        replace_by(ctx, rewriter, self.get_operation(), inputs, text);
         Ok(())
     }
 }
@@ -167,12 +179,8 @@ impl ToLLVMDialect for MergeBitsOp {
         _operands_info: &OperandsInfo,
     ) -> Result<()> {
         let inputs = vec![self.mask(ctx), self.ones(ctx), self.zeros(ctx)];
-        let ty = word_type(ctx);
         let text = "lop3.b32 $0, $1, $2, $3, 0xCA;";
-        let op = llvm::InlineAsmOp::new(ctx, ty, inputs, text, "=r,r,r,r", false);
-        rewriter.insert_op(ctx, &op);
-        let merged = op.get_result(ctx);
-        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![merged]);
+        replace_by(ctx, rewriter, self.get_operation(), inputs, text);
         Ok(())
     }
 }
@@ -194,15 +202,11 @@ impl ToLLVMDialect for WidenE4m3Op {
         _operands_info: &OperandsInfo,
     ) -> Result<()> {
         let inputs = vec![self.word(ctx)];
-        let ty = word_type(ctx);
         let half = if self.pair(ctx).0 == 0 { "low" } else { "high" };
-        let text = format!(
+        let text = &format!(
             "{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.rn.f16x2.e4m3x2 $0, {half}; }}"
         );
-        let op = llvm::InlineAsmOp::new(ctx, ty, inputs, &text, "=r,r", false);
-        rewriter.insert_op(ctx, &op);
-        let halves = op.get_result(ctx);
-        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![halves]);
+        replace_by(ctx, rewriter, self.get_operation(), inputs, text);
         Ok(())
     }
 }
@@ -830,8 +834,7 @@ impl MmaInstructions for PtxMma {
     }
 
     fn merge_bits(ones: u32, zeros: u32, #[comptime] mask: u32) -> u32 {
-        // In plain code LLVM leaves bits out of the mask that it knows, and it takes two
-        // instructions.
+        // Of plain code LLVM makes two masks, as it knows bits of a shifted word: two instructions.
         merge_bits(mask.runtime(), ones, zeros)
     }
 

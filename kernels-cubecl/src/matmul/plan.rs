@@ -158,8 +158,8 @@ const MAX_SPLIT_K: usize = 8;
 /// input. Its planes divide the packed rows of an n tile and k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct SmallM {
-    /// Largest number of cubes: as many as run at once. Fewer are launched if there are fewer n
-    /// tiles.
+    /// Largest number of cubes: as many as run at once, or no limit for one row without a norm.
+    /// Fewer are launched if there are fewer n tiles.
     pub cubes: u32,
     /// Planes with 16 packed rows of their own.
     pub n_planes: u32,

@@ -261,10 +261,13 @@ pub(super) fn share_normalized<F: Float, V: Size, X: Size>(
             let normalized = scaled::<F, V>(values, weights, factor, VECTOR, conversion);
             let from = at / K_TILE_VECTORS * ROW_STRIDE_PADDED;
             let words = Vector::<u32, X>::reinterpret(normalized);
-            // A plane has a k tile.
-            let large = plane_any(is_large::<X>(words));
-            let vector = at % K_TILE_VECTORS;
-            share_row::<F, X>(shared, from, vector, words, large, comptime!(blueprint.dtype));
+            let dtype = comptime!(blueprint.dtype);
+            let mut large = false.runtime();
+            if comptime!(dtype == Dtype::Bf16) {
+                // The vectors of a plane are those of a k tile.
+                large = plane_any(is_large::<X>(words));
+            }
+            share_row::<F, X>(shared, from, at % K_TILE_VECTORS, words, large, dtype);
         }
     }
     sync_cube();

@@ -1,4 +1,4 @@
-//! What a lane of `small_m.rs` loads: its packed rows, and a step of them in registers.
+//! Loads of a lane of `small_m.rs`: its packed rows, and a step of them in registers.
 
 use cubecl::prelude::*;
 

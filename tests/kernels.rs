@@ -905,8 +905,8 @@ fn products_with_scales_that_are_nan() {
     }
 }
 
-/// On GPUs with matrix instructions one row in bf16 is scaled before it is multiplied, by k tiles of
-/// 256 values. Some here have values of 2^65 and more, or tiny ones.
+/// On GPUs with matrix instructions one row in bf16 is scaled before it is multiplied, by k tiles
+/// of 256 values. Some here have values of 2^65 and more, or tiny ones.
 #[test]
 fn products_of_rows_of_any_magnitude() {
     let device = Device::new();

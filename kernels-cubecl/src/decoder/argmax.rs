@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::row::{max_of_cube, widest_vector};
+use super::row::{TOGETHER, load_together, max_of_cube, widest_vector};
 use super::sample::key;
 use crate::memory::check_memory;
 use crate::plan::{Capability, Dtype, Refusal};
@@ -109,21 +109,26 @@ fn argmax_kernel<F: Float, N: Size>(
     let mut own = 0u32.runtime();
     let mut at = UNIT_POS;
     while at < vectors {
-        let loaded = values[(first + at) as usize];
+        // Vectors beyond the last repeat it, which changes nothing.
+        let loaded = load_together::<F, N>(values, first, at, vectors, units);
         #[unroll]
-        for index in 0..vector {
-            let value = f32::cast_from(loaded.extract(comptime!(index as usize)));
-            let bits = u32::reinterpret(value);
-            let is_nan = bits & 0x7FFF_FFFFu32 > 0x7F80_0000u32;
-            // Both zeros are equal.
-            let number = select(bits == 0x8000_0000u32, key(0.0f32), key(value));
-            let key = select(is_nan, 0u32, number);
-            if key > largest {
-                largest = key;
-                own = at * vector + index;
+        for turn in 0..TOGETHER {
+            let loaded = loaded[turn as usize];
+            #[unroll]
+            for index in 0..vector {
+                let value = f32::cast_from(loaded.extract(comptime!(index as usize)));
+                let bits = u32::reinterpret(value);
+                let is_nan = bits & 0x7FFF_FFFFu32 > 0x7F80_0000u32;
+                // Both zeros are equal.
+                let number = select(bits == 0x8000_0000u32, key(0.0f32), key(value));
+                let key = select(is_nan, 0u32, number);
+                if key > largest {
+                    largest = key;
+                    own = min(at + comptime!(turn * units), vectors - 1) * vector + index;
+                }
             }
         }
-        at += units;
+        at += comptime!(TOGETHER * units);
     }
     let of_row = max_of_cube::<u32>(largest, plane, units);
     // The first index is the largest of the negated.

@@ -10,6 +10,28 @@ pub(super) fn widest_vector(row: usize, dtype: Dtype) -> usize {
     [8, 4, 2].into_iter().find(|&width| width <= widest && row.is_multiple_of(width)).unwrap_or(1)
 }
 
+/// Vectors of a row that a unit loads before it uses the first.
+pub(super) const TOGETHER: u32 = 4;
+
+/// Loads [`TOGETHER`] vectors of a row: every `units`-th from the one at `at` on. Those beyond the
+/// last repeat it.
+#[cube]
+pub(super) fn load_together<F: Float, N: Size>(
+    values: &[Vector<F, N>],
+    first: u32,
+    at: u32,
+    vectors: u32,
+    #[comptime] units: u32,
+) -> Array<Vector<F, N>> {
+    let mut loaded = Array::<Vector<F, N>>::new(comptime!(TOGETHER as usize));
+    #[unroll]
+    for turn in 0..TOGETHER {
+        let own = min(at + comptime!(turn * units), vectors - 1);
+        loaded[turn as usize] = values[(first + own) as usize];
+    }
+    loaded
+}
+
 /// Adds a value of every unit of a cube: in a plane, then the planes in order; by halves without
 /// planes. Every unit has the sum.
 #[cube]

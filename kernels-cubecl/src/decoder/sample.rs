@@ -17,9 +17,12 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::row::{max_of_cube, sum_of_cube, widest_vector};
+use super::row::{TOGETHER, load_together, max_of_cube, sum_of_cube, widest_vector};
 use crate::memory::check_memory;
-use crate::plan::{Capability, Dtype, Refusal, UNITS};
+use crate::plan::{Capability, Dtype, Refusal};
+
+/// Most units of a cube: rows are long, and few.
+const MAX_UNITS: u32 = 512;
 
 /// Draws a token for each row of logits `[rows, vocab_size]`, given uniform values f32 `[rows]` in
 /// `[0, 1)`: i32 `[rows]`. Equal uniform values draw equal tokens on one device.
@@ -103,7 +106,7 @@ fn launch<F: Float>(
     // 16 sums of a unit leave some of the shared memory.
     let most = (device.shared_memory() / 4 / 17) as u32;
     let plan = Plan {
-        units: device.units_of_row(UNITS.min(1 << most.max(1).ilog2())),
+        units: device.units_of_row(MAX_UNITS.min(1 << most.max(1).ilog2())),
         plane: device.plane,
         vector: vector as u32,
         // Sign, exponent and significand of the f32 of a logit.
@@ -187,7 +190,8 @@ fn largest_key<F: Float, N: Size>(
     #[comptime] counts: bool,
     #[comptime] plan: Plan,
 ) -> u32 {
-    let Plan { units, vector, digits, .. } = comptime!(plan);
+    let Plan { units, plane, vector, digits, .. } = comptime!(plan);
+    let mut of_digits = Shared::<[f32]>::new_slice(16usize);
     // One of padding puts the sums of a digit in different banks.
     let stride = comptime!(units + 1);
     let mut prefix = 0u32.runtime();
@@ -201,30 +205,41 @@ fn largest_key<F: Float, N: Size>(
         }
         let mut at = UNIT_POS;
         while at < vectors {
-            let loaded = logits[(first + at) as usize];
+            let loaded = load_together::<F, N>(logits, first, at, vectors, units);
             #[unroll]
-            for index in 0..comptime!(vector as usize) {
-                let logit = logit_of::<F, N>(loaded, index);
-                let digits = key(logit) >> shift;
-                if digits >> 4u32 == prefix {
-                    let to = ((digits & 15u32) * stride + UNIT_POS) as usize;
-                    sums[to] += mass(logit, least, largest, inverse_temperature, counts);
+            for turn in 0..TOGETHER {
+                if at + comptime!(turn * units) < vectors {
+                    #[unroll]
+                    for index in 0..comptime!(vector as usize) {
+                        let logit = logit_of::<F, N>(loaded[turn as usize], index);
+                        let digits = key(logit) >> shift;
+                        if digits >> 4u32 == prefix {
+                            let to = ((digits & 15u32) * stride + UNIT_POS) as usize;
+                            sums[to] += mass(logit, least, largest, inverse_temperature, counts);
+                        }
+                    }
                 }
             }
-            at += units;
+            at += comptime!(TOGETHER * units);
         }
         if comptime!(units > 1) {
             sync_cube();
         }
-        // A unit per digit adds the sums of all units, in order.
-        let mut digit = UNIT_POS;
-        while digit < 16u32 {
+        // A plane per digit adds the sums of all units: those of a lane in order, then the lanes.
+        let planes = comptime!(units / plane);
+        #[unroll]
+        for turn in 0..comptime!(16u32.div_ceil(planes)) {
+            let digit = min(UNIT_POS / plane + comptime!(turn * planes), 15u32);
             let mut sum = 0.0f32.runtime();
-            for unit in 0..units {
-                sum += sums[(digit * stride + unit) as usize];
+            for group in 0..planes {
+                sum += sums[(digit * stride + group * plane + UNIT_POS % plane) as usize];
             }
-            sums[(digit * stride) as usize] = sum;
-            digit += units;
+            if comptime!(plane > 1) {
+                sum = plane_sum(sum);
+            }
+            if UNIT_POS % plane == 0 {
+                of_digits[digit as usize] = sum;
+            }
         }
         if comptime!(units > 1) {
             sync_cube();
@@ -235,7 +250,7 @@ fn largest_key<F: Float, N: Size>(
         #[unroll]
         for down in 0..16u32 {
             let digit = comptime!(15 - down);
-            let sum = sums[comptime!((digit * stride) as usize)];
+            let sum = of_digits[comptime!(digit as usize)];
             if !done {
                 if above + sum >= needed {
                     found = digit.runtime();
@@ -267,12 +282,15 @@ fn largest_of_row<F: Float, N: Size>(
     let mut largest = f32::min_value();
     let mut at = UNIT_POS;
     while at < vectors {
-        let loaded = logits[(first + at) as usize];
+        let loaded = load_together::<F, N>(logits, first, at, vectors, units);
         #[unroll]
-        for index in 0..comptime!(vector as usize) {
-            largest = max(largest, logit_of::<F, N>(loaded, index));
+        for turn in 0..TOGETHER {
+            #[unroll]
+            for index in 0..comptime!(vector as usize) {
+                largest = max(largest, logit_of::<F, N>(loaded[turn as usize], index));
+            }
         }
-        at += units;
+        at += comptime!(TOGETHER * units);
     }
     max_of_cube::<f32>(largest, plane, units)
 }
@@ -393,13 +411,18 @@ fn weigh<F: Float, N: Size>(
     let mut sum = 0.0f32.runtime();
     let mut at = UNIT_POS;
     while at < vectors {
-        let loaded = logits[(first + at) as usize];
+        let loaded = load_together::<F, N>(logits, first, at, vectors, units);
         #[unroll]
-        for index in 0..comptime!(vector as usize) {
-            let logit = logit_of::<F, N>(loaded, index);
-            sum += mass(logit, least, largest, inverse_temperature, false);
+        for turn in 0..TOGETHER {
+            if at + comptime!(turn * units) < vectors {
+                #[unroll]
+                for index in 0..comptime!(vector as usize) {
+                    let logit = logit_of::<F, N>(loaded[turn as usize], index);
+                    sum += mass(logit, least, largest, inverse_temperature, false);
+                }
+            }
         }
-        at += units;
+        at += comptime!(TOGETHER * units);
     }
     sum
 }

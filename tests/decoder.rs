@@ -8,12 +8,13 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    AttentionHandles, Capability, Dtype as KernelDtype, PackedKv, Portable, Refusal, WgmmaSupport,
-    argmax, attend, attention_weights, check_flash_attention, cubecl, dense_gemv, dequantize_heads,
-    flash_attention, int8_gemv, rms_norm, rotate_into_cache, sample, swiglu,
+    AttentionHandles, Capability, Counters, Dtype as KernelDtype, PackedKv, Portable, Refusal,
+    WgmmaSupport, argmax, attend, attention_weights, check_flash_attention, cubecl, dense_gemv,
+    dequantize_heads, flash_attention, int8_gemv, rms_norm, rotate_into_cache, sample, swiglu,
 };
 use burn_fp4_search::Hadamard;
 use burn_fp4_search::host::{self, SampleOptions, quantize_int8};
+use tests::compare::assert_bits;
 use tests::inputs::{Dtype, Random};
 use tests::on_device::{assert_products, exact_products, floats, kernel_dtype, upload_rounded};
 
@@ -233,6 +234,7 @@ impl ExactAttention<'_> {
 fn attention_of_a_token_is_that_of_exact_sums() {
     for device in Device::all() {
         let Device { client, capability } = &device;
+        let counters = Counters::new(client);
         let mut random = Random::new(43);
         // CubeCL's CPU runtime runs the units of a cube as threads, and barriers take long.
         let fast = capability.plane > 1 || capability.portable.is_some();
@@ -252,6 +254,7 @@ fn attention_of_a_token_is_that_of_exact_sums() {
             let capacity = match fast {
                 false => 20,
                 _ if at == shapes.len() - 1 => 1300,
+                _ if at == shapes.len() - 2 => 900,
                 _ => 150,
             };
             let shape =
@@ -270,27 +273,28 @@ fn attention_of_a_token_is_that_of_exact_sums() {
                 let queries = values(batch * heads * head_dim);
                 let [new_keys, new_values] = [(); 2].map(|()| values(batch * kv_heads * head_dim));
                 let upload = |table: &[f32]| client.create_from_slice(f32::as_bytes(table));
-                let output = attend(
-                    client,
-                    capability,
-                    AttentionHandles {
-                        queries: queries.1,
-                        keys: new_keys.1,
-                        values: new_values.1,
-                        key_cache: keys.1.clone(),
-                        value_cache: cached_values.1.clone(),
-                        packed: None,
-                        cos: upload(&cos),
-                        sin: upload(&sin),
-                        position: client.create_from_slice(i32::as_bytes(&[position as i32])),
-                    },
-                    shape,
-                    capacity,
-                    dtype,
-                );
-                let found = floats(&device.client, output.expect("memory of the shape"), dtype);
+                let operands = AttentionHandles {
+                    queries: queries.1,
+                    keys: new_keys.1,
+                    values: new_values.1,
+                    key_cache: keys.1.clone(),
+                    value_cache: cached_values.1.clone(),
+                    packed: None,
+                    cos: upload(&cos),
+                    sin: upload(&sin),
+                    position: client.create_from_slice(i32::as_bytes(&[position as i32])),
+                };
+                let run = |operands, counters| {
+                    let output =
+                        attend(client, capability, operands, shape, capacity, dtype, counters);
+                    floats(client, output.expect("memory of the shape"), dtype)
+                };
+                // Writes the same key and value.
+                let joined = run(operands.clone(), Some(&counters));
+                let found = run(operands, None);
                 let cache = |handle: &Handle| floats(&device.client, handle.clone(), dtype);
                 let what = format!("{shape:?} {dtype:?} at {position}");
+                assert_bits(&what, &joined, &found);
                 for head in 0..batch * kv_heads {
                     let to = (head * capacity + position) * head_dim;
                     let new = head * head_dim..(head + 1) * head_dim;
@@ -560,6 +564,7 @@ impl PackedCache {
 fn packed_kv_caches_hold_the_bits_of_the_host_and_are_attended_to_as_their_values() {
     for device in Device::all() {
         let Device { client, capability } = &device;
+        let counters = Counters::new(client);
         if capability.check_packed_kv().is_err() {
             assert!(capability.portable.is_some(), "{capability:?}");
             continue;
@@ -618,7 +623,10 @@ fn packed_kv_caches_hold_the_bits_of_the_host_and_are_attended_to_as_their_value
                 let shape = host::AttentionShape { tokens, ..shape };
                 let what = format!("{shape:?} {format:?} {dtype:?} at {place}");
                 let output = match tokens {
-                    1 => attend(client, capability, operands, shape, capacity, dtype),
+                    1 => {
+                        let counters = Some(&counters);
+                        attend(client, capability, operands, shape, capacity, dtype, counters)
+                    }
                     _ => rotate_into_cache(client, capability, operands, shape, capacity, dtype),
                 };
                 let found = floats(client, output.expect("memory of the shape"), dtype);

@@ -7,11 +7,11 @@ use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::prelude::*;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Activations, Capability, Dtype as KernelDtype, FamilyPlan, Hessians, Matmul, MatmulPlan,
-    NormOperands, PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS, WgmmaSupport,
-    add_gram, amax, cubecl, dequantize, fake_quantize, fp8_rows, hadamard, hessian_factor,
-    quantize, quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm, squared_error,
-    swiglu,
+    Activations, Capability, Chain, Dtype as KernelDtype, FamilyOutputs, FamilyPlan, Hessians,
+    Matmul, MatmulPlan, NormOperands, PackedHandles as Handles, Prefetch, Problem, Refusal, UNITS,
+    WgmmaSupport, add_gram, amax, cubecl, dequantize, fake_quantize, fp8_rows, hadamard,
+    hessian_factor, quantize, quantize_by_hessian, quantize_gptq, quantize_weighted, rms_norm,
+    squared_error, swiglu,
 };
 use burn_fp4_formats::{Fp4Format, Packed, TensorScale, bf16, f16};
 use burn_fp4_search::host::{self, DequantTarget, View};
@@ -956,6 +956,87 @@ fn products_are_the_same_every_time() {
             let first = run();
             for _ in 0..if device.capability.mma { 1000 } else { 2 } {
                 assert_eq!(run(), first, "{planned:?}");
+            }
+        }
+    }
+}
+
+/// The products of a layer of a decoder, each with the outputs of those before, in new memory and
+/// with other inputs each time.
+#[test]
+fn chains_have_the_bits_of_launches_apart() {
+    let Device { client, capability } = Device::new();
+    let bytes = |count: usize| -> Vec<u8> { (0..count).map(|at| (at * 7 % 113) as u8).collect() };
+    let weight = |n: usize, k: usize, block_size| Handles {
+        codes: client.create_from_slice(&bytes(n * k / 2)),
+        scales: client.create_from_slice(&bytes(n * k / block_size)),
+        tensor_scale: client.create_from_slice(f32::as_bytes(&[1.0 / 65536.0])),
+        tensor_scales: 1,
+    };
+    let mut chain = Chain::new(&client);
+    for (hidden, inner, key, scheme, dtype) in [
+        (256, 512, 64, Fp4Scheme::nvfp4(), Dtype::Bf16),
+        (1280, 768, 10, Fp4Scheme::mxfp4(), Dtype::Bf16),
+        (4096, 14336, 1024, Fp4Scheme::nvfp4(), Dtype::F16),
+        (4096, 14336, 1024, Fp4Scheme::nvfp4(), Dtype::Bf16),
+    ] {
+        let (format, block_size) = (scheme.format(), scheme.block_size);
+        let of = |lengths: &[usize], k| {
+            let matmul = |&n| Matmul { m: 1, n, k, format, block_size, dtype: kernel_dtype(dtype) };
+            let matmuls: Vec<_> = lengths.iter().map(matmul).collect();
+            let weights: Vec<_> =
+                lengths.iter().map(|&n| (weight(n, k, block_size), None)).collect();
+            Some((Matmul::family(&matmuls, &capability)?, weights))
+        };
+        let Some((out, of_out)) = of(&[hidden], hidden) else { return };
+        let (gate, of_gate) = of(&[inner; 2], hidden).expect("one row");
+        let (down, of_down) = of(&[hidden], inner).expect("one row");
+        let (query, of_query) = of(&[hidden, key, key], hidden).expect("one row");
+        let gate = gate.with_swiglu().expect("two weights");
+        let (Some(gate), Some(query)) = (gate.with_norm(true), query.with_norm(true)) else {
+            return;
+        };
+        let row = |seed| {
+            let values = Kind::Outliers.values(hidden, seed);
+            upload(&client, &Dense::new(1, hidden, &values, dtype))
+        };
+        let norms = [1, 2].map(row);
+        let mut run = |attended, stream, chained| {
+            let mut link = |plan: &FamilyPlan, weights: &Vec<_>, input, norm: Option<_>| {
+                let norm = norm.map(|(update, at): (_, usize)| {
+                    let weight = norms[at].clone();
+                    NormOperands { update: Some(update), weight, epsilon: 1e-5 }
+                });
+                let link = plan.prepare(&client, weights.clone(), input, norm, None);
+                let link = link.expect("memory of these lengths");
+                let found = link.outputs().clone();
+                match chained {
+                    true => chain.add(link),
+                    false => link.run(&client),
+                }
+                found
+            };
+            let first = |found: &FamilyOutputs| found.outputs[0].clone();
+            let out = link(&out, &of_out, attended, None);
+            let gated = link(&gate, &of_gate, stream, Some((first(&out), 0)));
+            let down = link(&down, &of_down, first(&gated), None);
+            let stream = gated.sums.clone().expect("an update");
+            let query = link(&query, &of_query, stream, Some((first(&down), 1)));
+            chain.launch();
+            let found = [out, gated, down, query].into_iter();
+            found.flat_map(|found| found.outputs.into_iter().chain(found.sums)).collect()
+        };
+        let rounds = if capability.wgmma == WgmmaSupport::Ptx { 100 } else { 2 };
+        for round in 0..rounds {
+            let [attended, stream] = [3, 4].map(|seed| row(seed + 2 * round));
+            // A chain first, so that its memory has other values before.
+            let [chained, apart]: [Vec<Handle>; 2] =
+                [true, false].map(|chained| run(attended.clone(), stream.clone(), chained));
+            for (at, (chained, apart)) in chained.into_iter().zip(apart).enumerate() {
+                let [chained, apart] =
+                    [chained, apart].map(|handle| floats(&client, handle, kernel_dtype(dtype)));
+                assert!(apart.iter().any(|&value| value.is_finite() && value != 0.0), "{at}");
+                assert_bits(&format!("{hidden} {dtype:?} round {round}, {at}"), &chained, &apart);
             }
         }
     }

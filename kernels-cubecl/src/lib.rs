@@ -113,9 +113,10 @@ pub use gptq::{HessianFactorHandles, hessian_factor, quantize_gptq};
 pub use gram::{Activations, add_gram};
 pub use hadamard::hadamard;
 pub use matmul::{
-    FamilyOutputs, FamilyPlan, Fp8Plan, Matmul, MatmulPlan, NormOperands, Prefetch, fp8_rows,
+    Chain, FamilyLaunch, FamilyOutputs, FamilyPlan, Fp8Plan, Matmul, MatmulPlan, NormOperands,
+    Prefetch, fp8_rows,
 };
-pub use memory::PackedHandles;
+pub use memory::{Counters, PackedHandles};
 pub use plan::{
     Capability, Conversion, Decoding, Dtype, Launch, Operation, Portable, Problem, Refusal,
     ThreadTile, TileSharing, UNITS, WgmmaSupport, plan,

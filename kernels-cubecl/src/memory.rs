@@ -45,6 +45,36 @@ impl Problem {
     }
 }
 
+/// Counters in device memory, by which cubes of a launch know that others have ended. They are 0
+/// between launches, and only one launch at a time may have them: launches of one thread, which
+/// follow each other.
+///
+/// ```no_run
+/// use burn_fp4_cubecl::Counters;
+/// use burn_fp4_cubecl::cubecl::Device;
+///
+/// let client = Device::cuda(0).expect("a GPU").client();
+/// let counters = Counters::new(&client); // for `attend`
+/// ```
+#[derive(Debug)]
+pub struct Counters(Handle);
+
+impl Counters {
+    /// Number of counters.
+    pub(crate) const LEN: usize = 1024;
+
+    /// Writes zeros to new memory of a device.
+    #[must_use]
+    pub fn new(client: &Client) -> Self {
+        Self(client.create_from_slice(&[0; 4 * Self::LEN]))
+    }
+
+    /// Returns their memory.
+    pub(crate) fn handle(&self) -> Handle {
+        self.0.clone()
+    }
+}
+
 /// The memory of a packed tensor on a device. The shape comes from the [`Problem`].
 #[derive(Debug, Clone)]
 pub struct PackedHandles {

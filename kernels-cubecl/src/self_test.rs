@@ -263,7 +263,7 @@ async fn test_decoder(client: &Client, device: &Capability) -> Result<(), Refusa
         sin: upload(&vec![0.0; shape.capacity * head_dim / 2]),
         position: client.create_from_slice(i32::as_bytes(&[position as i32])),
     };
-    let output = attend(client, device, operands, shape, shape.capacity, Dtype::F32)?;
+    let output = attend(client, device, operands, shape, shape.capacity, Dtype::F32, None)?;
     let keys: Vec<_> = cached.chunks(head_dim).take(position + 1).collect();
     let expected = queries.chunks(head_dim).flat_map(|query| {
         let dot = |key: &&[f32]| -> f64 {

@@ -10,7 +10,8 @@
 //!     scores[query][position] = the products of the vectors of a position, in order of channels
 //!     weights = exp(scores - their maximum); keep the maximum and the sum
 //!     output[query] = weights x values: units add their positions, then are added in order
-//! a cube takes a query head:
+//!     with counters: the last cube of its queries adds their tiles, as below
+//! without counters, in a second launch, a cube takes a query head:
 //!     parts of its units take turns along the tiles, and scale their outputs to one maximum
 //!     add the parts in order, scaled to one maximum; divide by the sum
 //! ```
@@ -26,7 +27,8 @@ use half::{bf16, f16};
 
 use super::head::{head_vector, position_of, rotated, to_vector};
 use super::kv_cache::{PackedKv, Words, channels, kv_scale, load_own, quantize_own, scale_place};
-use crate::memory::check_memory;
+use crate::instructions::{arrive, publish};
+use crate::memory::{Counters, check_memory};
 use crate::numeric::element::narrow;
 use crate::numeric::hadamard::{SIZE, sum_by_butterflies};
 use crate::plan::{Capability, Conversion, Dtype, Refusal};
@@ -90,6 +92,9 @@ impl AttentionHandles {
 /// positions up to it. Returns the outputs in the shape of the queries. All operands but RoPE and
 /// the position have one dtype. `positions` is the number of rows of RoPE.
 ///
+/// With `counters` NVIDIA's Hopper needs one launch instead of two for a short cache; the bits are
+/// the same.
+///
 /// ```no_run
 /// use burn_fp4_cubecl::cubecl::Device;
 /// use burn_fp4_cubecl::cubecl::prelude::CubeElement;
@@ -112,7 +117,7 @@ impl AttentionHandles {
 ///     sin: floats(512 * 32),
 ///     position: client.create_from_slice(i32::as_bytes(&[0])),
 /// };
-/// let output = attend(&client, &device, operands, shape, 512, Dtype::F32)?;
+/// let output = attend(&client, &device, operands, shape, 512, Dtype::F32, None)?;
 /// // The first token attends to itself alone.
 /// assert_eq!(f32::from_bytes(&client.read_one_unchecked(output)), [1.0; 8 * 64]);
 /// # Ok::<(), burn_fp4_cubecl::Refusal>(())
@@ -127,6 +132,7 @@ pub fn attend(
     shape: AttentionShape,
     positions: usize,
     dtype: Dtype,
+    counters: Option<&Counters>,
 ) -> Result<Handle, Refusal> {
     device.check_decoder(dtype)?;
     let AttentionShape { batch, heads, capacity, head_dim, .. } = shape;
@@ -134,6 +140,7 @@ pub fn attend(
     operands.check(device, &shape, positions, dtype)?;
     let format = operands.packed.as_ref().map(|packed| packed.format);
     let plan = Plan::new(&shape, dtype, format, device);
+    let counters = counters.filter(|_| plan.may_join(&shape, device)).map(Counters::handle);
     let query_bytes = batch * heads * head_dim * dtype.size();
     let output = client.empty(query_bytes);
     if query_bytes > 0 {
@@ -147,7 +154,7 @@ pub fn attend(
             (Dtype::Bf16, _) => launch::<bf16, u32, u8>,
         };
         let last = capacity.min(positions) as u32 - 1;
-        launch(client, operands, output.clone(), shape, plan, last);
+        launch(client, operands, output.clone(), counters, shape, plan, last);
     }
     Ok(output)
 }
@@ -215,6 +222,10 @@ pub(super) fn check_heads(shape: &AttentionShape, positions: usize) -> Result<()
 const fn most_values(shared_memory: usize) -> u32 {
     (shared_memory / 4 * 3 / 4) as u32
 }
+
+/// Most tiles that a cube adds which has attended to one of them: of more, the parts of a cube of
+/// their own take fewer each.
+const MAX_JOINED_TILES: u32 = 16;
 
 /// Sizes of the attention of a cube.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -307,6 +318,13 @@ impl Plan {
         }
     }
 
+    /// Returns true if the last cube of a key head's queries may add their tiles.
+    fn may_join(&self, shape: &AttentionShape, device: &Capability) -> bool {
+        let counted = shape.batch * shape.kv_heads * self.groups as usize;
+        let tiles = shape.capacity.div_ceil(self.tile as usize);
+        device.wgmma.is_native() && tiles <= MAX_JOINED_TILES as usize && counted <= Counters::LEN
+    }
+
     /// Vectors of a head.
     const fn columns(&self) -> u32 {
         self.head_dim / self.vector
@@ -349,11 +367,13 @@ impl Plan {
     }
 }
 
-/// Launches both kernels. The cache has vectors of `C`, and scales in `S`.
+/// Launches the kernels, or with counters the first one. The cache has vectors of `C`, and scales
+/// in `S`.
 fn launch<F: Float, C: Numeric, S: Int>(
     client: &Client,
     operands: AttentionHandles,
     output: Handle,
+    counters: Option<Handle>,
     shape: AttentionShape,
     plan: Plan,
     last: u32,
@@ -387,6 +407,17 @@ fn launch<F: Float, C: Numeric, S: Int>(
     let width = Words::of(plan.format, plan.vector).width(plan.vector);
     // `last` is the last position of both tables.
     let angles = (last as usize + 1) * head_dim / 2;
+    let joins = counters.is_some();
+    let mut joined = SequenceArg::new();
+    if let Some(counters) = counters {
+        // SAFETY: as below.
+        joined.push(unsafe {
+            JoinedLaunch::new(
+                BufferArg::from_raw_parts(output.clone(), batch * heads * head_dim),
+                BufferArg::from_raw_parts(counters, Counters::LEN),
+            )
+        });
+    }
     // SAFETY: the lengths are the shape's, which memory was checked for, and positions
     // beyond `last` count as `last`. The second kernel reads what the first has written. A dense
     // cache has no scales: other memory stands for them, and is not used.
@@ -409,10 +440,14 @@ fn launch<F: Float, C: Numeric, S: Int>(
             BufferArg::from_raw_parts(position.clone(), 1),
             BufferArg::from_raw_parts(partial.clone(), outputs * head_dim),
             BufferArg::from_raw_parts(softmax.clone(), 2 * outputs),
+            joined,
             capacity as u32,
             last,
             plan,
         );
+        if joins {
+            return;
+        }
         combine_kernel::launch_unchecked::<F>(
             client,
             CubeCount::Static(heads as u32, batch as u32, 1),
@@ -426,6 +461,14 @@ fn launch<F: Float, C: Numeric, S: Int>(
             plan,
         );
     }
+}
+
+/// What the last cube of its queries needs to add their tiles.
+#[derive(CubeType, CubeLaunch)]
+struct Joined<F: Float> {
+    output: &'static mut [F],
+    /// One for the cubes of the same queries.
+    counters: &'static mut [u32],
 }
 
 /// Runs the first loop at the head of this file.
@@ -444,6 +487,7 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     position: &[i32],
     partial: &mut [f32],
     softmax: &mut [f32],
+    joined: &mut Sequence<Joined<F>>,
     capacity: u32,
     last: u32,
     #[comptime] plan: Plan,
@@ -730,6 +774,119 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
         let (row, slot) = (at / head_dim, at % head_dim);
         let to = ((first_query + row) * tiles + CUBE_POS_X) * head_dim + slot;
         partial[to as usize] = sum;
+        at += units;
+    }
+    #[unroll]
+    for index in 0..joined.len() {
+        let joined = joined.index_mut(index);
+        let count = position / tile + 1;
+        let mut ended = Shared::<[u32]>::new_slice(1usize);
+        publish::<f32>(partial);
+        publish::<f32>(softmax);
+        sync_cube();
+        // A single tile is this cube's own.
+        let mut ends = true.runtime();
+        if count > 1 {
+            if UNIT_POS == 0 {
+                let group = CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y;
+                let before = arrive(joined.counters, group, true);
+                if before + 1 == count {
+                    joined.counters[group as usize] = 0u32;
+                }
+                ended[0] = before + 1;
+            }
+            sync_cube();
+            ends = ended[0] == count;
+        }
+        publish::<f32>(partial);
+        publish::<f32>(softmax);
+        if ends {
+            add_tiles::<F>(&*partial, &*softmax, joined.output, first_query, tiles, count, plan);
+        }
+    }
+}
+
+/// Adds the tiles of a cube's queries as [`combine_kernel`] does, with the same bits.
+#[cube]
+fn add_tiles<F: Float>(
+    partial: &[f32],
+    softmax: &[f32],
+    output: &mut [F],
+    first_query: u32,
+    tiles: u32,
+    count: u32,
+    #[comptime] plan: Plan,
+) {
+    let Plan { units, queries: rows, head_dim, vector, parts, conversion, .. } = comptime!(plan);
+    let columns = comptime!(plan.columns());
+    let most = MAX_JOINED_TILES;
+    let turns = comptime!(most.div_ceil(parts));
+    // The largest score of a tile, and the sum of its weights.
+    let mut of_tiles = Shared::<[f32]>::new_slice(comptime!((rows * most * 2) as usize));
+    let mut at = UNIT_POS;
+    while at < comptime!(rows * most * 2) {
+        let (row, in_row) = (at / (2 * most), at % (2 * most));
+        if in_row < 2 * count {
+            of_tiles[at as usize] = softmax[(2 * (first_query + row) * tiles + in_row) as usize];
+        }
+        at += units;
+    }
+    sync_cube();
+    let mut at = UNIT_POS;
+    while at < comptime!(rows * head_dim) {
+        let (row, slot) = (at / head_dim, at % head_dim);
+        let head = first_query + row;
+        let mut values = Array::<f32>::new(comptime!(most as usize));
+        #[unroll]
+        for tile in 0..most {
+            let from = (head * tiles + min(tile, count - 1)) * head_dim + slot;
+            values[comptime!(tile as usize)] = partial[from as usize];
+        }
+        let mut largests = Array::<f32>::new(comptime!(parts as usize));
+        let mut sums = Array::<f32>::new(comptime!(parts as usize));
+        let mut totals = Array::<f32>::new(comptime!(parts as usize));
+        let mut largest_of_all = f32::min_value();
+        #[unroll]
+        for part in 0..parts {
+            let mut largest = f32::min_value();
+            #[unroll]
+            for turn in 0..turns {
+                let tile = comptime!(part + turn * parts);
+                if tile < count {
+                    largest = max(largest, of_tiles[((row * most + tile) * 2) as usize]);
+                }
+            }
+            let mut sum = 0.0f32.runtime();
+            let mut total = 0.0f32.runtime();
+            #[unroll]
+            for turn in 0..turns {
+                let tile = comptime!(part + turn * parts);
+                if tile < count {
+                    let of_tile = (row * most + tile) * 2;
+                    let factor = (of_tiles[of_tile as usize] - largest).exp();
+                    sum = fma(factor, of_tiles[(of_tile + 1) as usize], sum);
+                    total = fma(factor, values[comptime!(tile as usize)], total);
+                }
+            }
+            largests[part as usize] = largest;
+            sums[part as usize] = sum;
+            totals[part as usize] = total;
+            largest_of_all = max(largest_of_all, largest);
+        }
+        let mut sum = sums[0];
+        let mut total = totals[0];
+        if comptime!(parts > 1) {
+            sum = 0.0f32.runtime();
+            total = 0.0f32.runtime();
+            #[unroll]
+            for part in 0..parts {
+                let factor = (largests[part as usize] - largest_of_all).exp();
+                sum = fma(factor, sums[part as usize], sum);
+                total = fma(factor, totals[part as usize], total);
+            }
+        }
+        let channel = slot % columns * vector + slot / columns;
+        output[(head * head_dim + channel) as usize] = narrow::<F>(total / sum, conversion);
         at += units;
     }
 }

@@ -73,6 +73,9 @@ impl MmaInstructions for EmulatedMma {
         sync_cube();
     }
 
+    #[allow(unused_variables)]
+    fn limit_registers(#[comptime] cubes: u32) {}
+
     fn any_of_plane(holds: bool, scratch: &mut [f32], #[comptime] from: u32) -> bool {
         let first = show(select(holds, 1.0f32, 0.0f32), scratch, from, 32u32);
         let mut any = 0.0f32.runtime();
@@ -131,6 +134,19 @@ impl WgmmaInstructions for EmulatedWgmma {
 
     #[allow(unused_variables)]
     fn wait_for_copies(#[comptime] groups: u32) {}
+
+    #[allow(unused_variables)]
+    fn wait_for_own_copies(#[comptime] groups: u32) {}
+
+    #[allow(unused_variables)]
+    fn load_shared<X: Size>(
+        shared: &[Vector<u32, X>],
+        address: u32,
+        at: u32,
+        #[comptime] offset: u32,
+    ) -> Vector<u32, X> {
+        shared[(at + offset) as usize]
+    }
 
     #[allow(unused_variables)]
     fn start_barriers(address: u32, #[comptime] count: u32) {}

@@ -46,6 +46,10 @@ pub(crate) trait MmaInstructions: Send + Sync + 'static {
     /// Waits for the units of the plane.
     fn sync_plane();
 
+    /// Asks for so few registers that a number of cubes run at once on a multiprocessor, where the
+    /// compiler can be asked.
+    fn limit_registers(#[comptime] cubes: u32);
+
     /// Returns true if a condition holds for a unit of the plane. `scratch` is as above.
     fn any_of_plane(holds: bool, scratch: &mut [f32], #[comptime] from: u32) -> bool;
 
@@ -86,6 +90,9 @@ impl MmaInstructions for PlaneMma {
     fn sync_plane() {
         sync_plane();
     }
+
+    #[allow(unused_variables)]
+    fn limit_registers(#[comptime] cubes: u32) {}
 
     #[allow(unused_variables)]
     fn any_of_plane(holds: bool, scratch: &mut [f32], #[comptime] from: u32) -> bool {

@@ -23,6 +23,7 @@ use pliron::builtin::attributes::StringAttr;
 use pliron::builtin::types::{FP32Type, IntegerType, Signedness};
 use pliron::r#type::TypeHandle;
 use pliron::value::Value;
+use pliron_llvm::llvm_attrs::LlvmAttrValue;
 use pliron_llvm::ops as llvm;
 use pliron_llvm::types::{StructLayout, StructType, VoidType};
 
@@ -389,6 +390,37 @@ impl ToLLVMDialect for LoadVectorOp {
     }
 }
 
+#[cube_op(name = "fp4.load_shared")]
+#[result_ty(none)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct LoadSharedOp {
+    from: Value,
+    #[operand(ptr_write)]
+    words: Value,
+    offset: IndexAttr,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for LoadSharedOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.from(ctx)];
+        let text = format!("ld.shared.v4.b32 {{$0,$1,$2,$3}}, [$4+{}];", self.offset(ctx).0);
+        let word = word_type(ctx);
+        let result = StructType::get_unnamed(ctx, (vec![word; WORDS], StructLayout::Unpacked));
+        let constraints = "=r,=r,=r,=r,r,~{memory}";
+        let loaded = assembly(ctx, rewriter, result.into(), inputs, &text, constraints);
+        let pointers = pointers(ctx, rewriter, self.words(ctx), word, WORDS);
+        store_all(ctx, rewriter, loaded, pointers);
+        rewriter.erase_operation(ctx, self.get_operation());
+        Ok(())
+    }
+}
+
 #[cube_op(name = "fp4.start_barrier")]
 #[result_ty(none)]
 #[op_traits(CanMaterialize, HasSideEffects)]
@@ -473,6 +505,124 @@ impl ToLLVMDialect for WaitForRowsOp {
                     @!p bra again; }";
         let void = VoidType::get(ctx).into();
         assembly(ctx, rewriter, void, inputs, text, "r,r,~{memory}");
+        rewriter.erase_operation(ctx, self.get_operation());
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.arrive")]
+#[result_ty(fixed = IntegerType::get(ctx, 32, Signedness::Unsigned).into())]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct ArriveOp {
+    #[operand(ptr_write)]
+    counters: Value,
+    at: Value,
+    acquires: IndexAttr,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for ArriveOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.counters(ctx), self.at(ctx)];
+        let after = if self.acquires(ctx).0 == 0 { "" } else { "fence.acq_rel.gpu; " };
+        let text = &format!(
+            "{{ .reg .b64 to; mad.wide.u32 to, $2, 4, $1; fence.acq_rel.gpu; \
+             atom.relaxed.gpu.global.add.u32 $0, [to], 1; {after}}}"
+        );
+        let word = word_type(ctx);
+        let before = assembly(ctx, rewriter, word, inputs, text, "=r,l,r,~{memory}");
+        rewriter.replace_operation_with_values(ctx, self.get_operation(), vec![before]);
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.publish")]
+#[result_ty(none)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct PublishOp {
+    #[operand(ptr_write)]
+    memory: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for PublishOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let void = VoidType::get(ctx).into();
+        let inputs = vec![self.memory(ctx)];
+        assembly(ctx, rewriter, void, inputs, "", "l,~{memory}");
+        rewriter.erase_operation(ctx, self.get_operation());
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.await_count")]
+#[result_ty(none)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct AwaitCountOp {
+    #[operand(ptr_read)]
+    counters: Value,
+    at: Value,
+    count: Value,
+}
+
+#[op_interface_impl]
+impl ToLLVMDialect for AwaitCountOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let inputs = vec![self.counters(ctx), self.at(ctx), self.count(ctx)];
+        let text = "{ .reg .pred p; .reg .b64 from; .reg .b32 found; mad.wide.u32 from, $1, 4, $0; \
+                    again: ld.acquire.gpu.global.u32 found, [from]; \
+                    setp.lt.u32 p, found, $2; @p bra again; }";
+        let void = VoidType::get(ctx).into();
+        assembly(ctx, rewriter, void, inputs, text, "l,r,r,~{memory}");
+        rewriter.erase_operation(ctx, self.get_operation());
+        Ok(())
+    }
+}
+
+#[cube_op(name = "fp4.cubes_at_once")]
+#[result_ty(none)]
+#[op_traits(CanMaterialize, HasSideEffects)]
+struct CubesAtOnceOp {
+    cubes: IndexAttr,
+}
+
+/// An attribute of the function that the operation is in, which is an LLVM function only after
+/// CubeCL's own operations are lowered.
+#[op_interface_impl]
+impl pliron_llvm::ToLLVMDialect for CubesAtOnceOp {
+    fn rewrite(
+        &self,
+        ctx: &mut Context,
+        rewriter: &mut DialectConversionRewriter,
+        _operands_info: &OperandsInfo,
+    ) -> Result<()> {
+        let mut parent = self.get_operation().deref(ctx).get_parent_op(ctx);
+        while let Some(operation) = parent {
+            if let Some(function) = Operation::get_op::<llvm::FuncOp>(operation, ctx) {
+                let attributes = function.get_attr_llvm_func_attrs(ctx).map(|known| known.clone());
+                let mut attributes = attributes.unwrap_or_default();
+                let cubes = self.cubes(ctx).0.to_string();
+                attributes.set("nvvm.minctasm", LlvmAttrValue::Str(cubes));
+                function.set_attr_llvm_func_attrs(ctx, attributes);
+                break;
+            }
+            parent = operation.deref(ctx).get_parent_op(ctx);
+        }
         rewriter.erase_operation(ctx, self.get_operation());
         Ok(())
     }
@@ -671,15 +821,76 @@ fn load_in_place(from: &[u32], at: u32) -> u32 {
     })
 }
 
+/// Asks for so few registers that a number of cubes run at once on a multiprocessor.
+#[cube]
+fn cubes_at_once(#[comptime] cubes: usize) {
+    intrinsic!(|scope| {
+        let cubes = IndexAttr(cubes);
+        scope.register(&CubesAtOnceOp::new(scope.ctx_mut(), cubes));
+    })
+}
+
+/// Tells the compiler that others may read and write memory: accesses of it before stay before, and
+/// those after stay after. CubeCL promises that cubes share nothing that a kernel writes.
 #[cube]
 #[allow(unused_variables)]
-fn load_vector_in_place<T: CubePrimitive>(from: &[T], at: u32, words: &mut Array<u32>) {
+pub(crate) fn publish<T: CubePrimitive>(memory: &mut [T]) {
+    intrinsic!(|scope| {
+        // SAFETY: the pointer is to a value that the scope has just made, and keeps.
+        let memory = unsafe { *memory.__expand_as_ptr_method(scope) }.value(scope);
+        scope.register(&PublishOp::new(scope.ctx_mut(), memory));
+    })
+}
+
+/// Adds 1 to a counter of the device, after all memory that this unit has written or knows to be
+/// written. Returns its value before. If it `acquires`, what those have written that counted before
+/// is then seen.
+#[cube]
+#[allow(unused_variables)]
+pub(crate) fn arrive(counters: &mut [u32], at: u32, #[comptime] acquires: bool) -> u32 {
+    intrinsic!(|scope| {
+        let at = at.read_value(scope);
+        // SAFETY: the pointer is to a value that the scope has just made, and keeps.
+        let counters = unsafe { *counters.__expand_as_ptr_method(scope) }.value(scope);
+        let op = ArriveOp::new(scope.ctx_mut(), counters, at, IndexAttr(acquires.into()));
+        scope.register_with_result(&op).into()
+    })
+}
+
+/// Waits until a counter of the device has reached a value. Memory that was written before is then
+/// seen.
+#[cube]
+#[allow(unused_variables)]
+pub(crate) fn await_count(counters: &[u32], at: u32, count: u32) {
+    intrinsic!(|scope| {
+        let (at, count) = (at.read_value(scope), count.read_value(scope));
+        // SAFETY: the pointer is to a value that the scope has just made, and keeps.
+        let counters = unsafe { *counters.__expand_as_ptr_method(scope) }.value(scope);
+        scope.register(&AwaitCountOp::new(scope.ctx_mut(), counters, at, count));
+    })
+}
+
+/// Loads 16 bytes in their place among other accesses of memory.
+#[cube]
+#[allow(unused_variables)]
+pub(crate) fn load_vector_in_place<T: CubePrimitive>(from: &[T], at: u32, words: &mut Array<u32>) {
     intrinsic!(|scope| {
         let at = at.read_value(scope);
         // SAFETY: the pointer is to a value that the scope has just made, and keeps.
         let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
         let words = words.__extract_list(scope);
         scope.register(&LoadVectorOp::new(scope.ctx_mut(), from, at, words));
+    })
+}
+
+#[cube]
+#[allow(unused_variables)]
+fn load_shared_words(from: u32, words: &mut Array<u32>, #[comptime] offset: usize) {
+    intrinsic!(|scope| {
+        let from = from.read_value(scope);
+        let words = words.__extract_list(scope);
+        let offset = IndexAttr(offset);
+        scope.register(&LoadSharedOp::new(scope.ctx_mut(), from, words, offset));
     })
 }
 
@@ -859,6 +1070,10 @@ impl MmaInstructions for PtxMma {
         PlaneMma::sync_plane();
     }
 
+    fn limit_registers(#[comptime] cubes: u32) {
+        cubes_at_once(comptime!(cubes as usize));
+    }
+
     fn any_of_plane(holds: bool, scratch: &mut [f32], #[comptime] from: u32) -> bool {
         PlaneMma::any_of_plane(holds, scratch, from)
     }
@@ -898,6 +1113,27 @@ impl WgmmaInstructions for PtxWgmma {
 
     fn wait_for_copies(#[comptime] groups: u32) {
         order(comptime!(format!("cp.async.wait_group {groups}; fence.proxy.async.shared::cta;")));
+    }
+
+    fn wait_for_own_copies(#[comptime] groups: u32) {
+        order(comptime!(format!("cp.async.wait_group {groups};")));
+    }
+
+    #[allow(unused_variables)]
+    fn load_shared<X: Size>(
+        shared: &[Vector<u32, X>],
+        address: u32,
+        at: u32,
+        #[comptime] offset: u32,
+    ) -> Vector<u32, X> {
+        let mut words = Array::<u32>::new(4usize);
+        load_shared_words(address + at * 16, &mut words, comptime!(16 * offset as usize));
+        let mut vector = Vector::<u32, X>::empty();
+        #[unroll]
+        for word in 0..4usize {
+            vector.insert(word, words[word]);
+        }
+        vector
     }
 
     fn start_barriers(address: u32, #[comptime] count: u32) {

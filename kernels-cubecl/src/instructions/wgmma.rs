@@ -73,6 +73,18 @@ pub(crate) trait WgmmaInstructions: 'static + Send + Sync {
     /// visible to multiplications. The units still need a barrier after it.
     fn wait_for_copies(#[comptime] groups: u32);
 
+    /// Waits until all but the last `groups` groups of the unit's copies have arrived, which
+    /// multiplications may not see yet. Other units see them after a barrier.
+    fn wait_for_own_copies(#[comptime] groups: u32);
+
+    /// Loads vector `at + offset` of shared memory, which begins at `address`.
+    fn load_shared<X: Size>(
+        shared: &[Vector<u32, X>],
+        address: u32,
+        at: u32,
+        #[comptime] offset: u32,
+    ) -> Vector<u32, X>;
+
     /// Makes `count` barriers for [`copy_rows`](Self::copy_rows), of eight bytes each. The units
     /// still need a barrier after it.
     fn start_barriers(address: u32, #[comptime] count: u32);

@@ -6,13 +6,16 @@ use cubecl::server::Handle;
 use half::{bf16, f16};
 
 use super::operands::{MatmulBlueprint, MemberHandles, OperandHandles};
-use super::plan::{Fp8Plan, Kernel, Matmul, MatmulPlan, Mma, NormPlan, SmallM};
+use super::plan::{Fp8Plan, Kernel, Matmul, MatmulPlan, Mma, NormPlan, ROW_CUBES, SmallM};
 use super::prefetch::Prefetch;
+use super::small_m::LinkHandles;
 use super::small_m_input::NormOperands;
 use super::{
     fp8_input, gemv, mma, portable_cmma, portable_gemm, portable_gemv, small_m, wgmma, wgmma_fp8,
 };
-use crate::instructions::{EmulatedMma, EmulatedWgmma, MmaInstructions, PlaneMma};
+use crate::instructions::{
+    EmulatedMma, EmulatedWgmma, MmaInstructions, PlaneMma, WgmmaInstructions,
+};
 #[cfg(feature = "cuda")]
 use crate::instructions::{PtxMma, PtxWgmma};
 use crate::memory::{PackedHandles, check_memory};
@@ -97,10 +100,17 @@ impl MatmulPlan {
                 launch(client, handles, made, matmul, blueprint, plan);
             }
             Kernel::SmallM(plan) => {
-                let family = Vec::new();
-                launch_small_m(
-                    client, device, handles, made, matmul, family, None, blueprint, plan,
-                );
+                let link = LinkHandles {
+                    handles,
+                    output: made,
+                    matmul: *matmul,
+                    family: Vec::new(),
+                    norm: None,
+                    blueprint,
+                    plan,
+                };
+                let counters = link.handles.input.clone();
+                launch_small_m(client, device, vec![link], counters);
             }
             Kernel::Wgmma(plan) => {
                 let launch = match (device.wgmma, dtype == Dtype::Bf16) {
@@ -202,16 +212,7 @@ impl Matmul {
 type LaunchMma = fn(&Client, OperandHandles, Handle, &Matmul, MatmulBlueprint, Mma);
 
 /// Launch of `small_m.rs`.
-type LaunchSmallM = fn(
-    &Client,
-    OperandHandles,
-    Handle,
-    &Matmul,
-    Vec<MemberHandles>,
-    Option<(NormOperands, Handle)>,
-    MatmulBlueprint,
-    SmallM,
-);
+type LaunchSmallM = fn(&Client, Vec<LinkHandles>, Handle);
 
 /// Returns the launch of `mma.rs` for a dtype, which is never f32.
 fn mma_of<I: MmaInstructions>(matmul: &Matmul) -> LaunchMma {
@@ -224,35 +225,26 @@ fn mma_of<I: MmaInstructions>(matmul: &Matmul) -> LaunchMma {
 }
 
 /// Returns the launch of `small_m.rs` for a dtype, which is never f32.
-fn small_m_of<I: MmaInstructions>(matmul: &Matmul) -> LaunchSmallM {
+fn small_m_of<I: MmaInstructions, C: WgmmaInstructions>(matmul: &Matmul) -> LaunchSmallM {
     match (matmul.dtype == Dtype::Bf16, matmul.block_size) {
-        (true, 16) => small_m::launch::<I, bf16, u32>,
-        (true, _) => small_m::launch::<I, bf16, u16>,
-        (false, 16) => small_m::launch::<I, f16, u32>,
-        (false, _) => small_m::launch::<I, f16, u16>,
+        (true, 16) => small_m::launch::<I, C, bf16, u32>,
+        (true, _) => small_m::launch::<I, C, bf16, u16>,
+        (false, 16) => small_m::launch::<I, C, f16, u32>,
+        (false, _) => small_m::launch::<I, C, f16, u16>,
     }
 }
 
-/// Launches `small_m.rs`, with the instructions that the plan is for.
-#[allow(clippy::too_many_arguments)]
-fn launch_small_m(
-    client: &Client,
-    device: &Capability,
-    handles: OperandHandles,
-    output: Handle,
-    matmul: &Matmul,
-    family: Vec<MemberHandles>,
-    norm: Option<(NormOperands, Handle)>,
-    blueprint: MatmulBlueprint,
-    plan: SmallM,
-) {
-    let launch = match (plan.scratch, device.wgmma) {
+/// Launches `small_m.rs` for links of one kind, with the instructions that the plans are for. A
+/// single link does not read the counters.
+fn launch_small_m(client: &Client, device: &Capability, links: Vec<LinkHandles>, counters: Handle) {
+    let Some(first) = links.first() else { return };
+    let launch = match (first.plan.scratch, device.wgmma) {
         #[cfg(feature = "cuda")]
-        (0, WgmmaSupport::Ptx) => small_m_of::<PtxMma>(matmul),
-        (0, _) => small_m_of::<PlaneMma>(matmul),
-        _ => small_m_of::<EmulatedMma>(matmul),
+        (0, WgmmaSupport::Ptx) => small_m_of::<PtxMma, PtxWgmma>(&first.matmul),
+        (0, _) => small_m_of::<PlaneMma, EmulatedWgmma>(&first.matmul),
+        _ => small_m_of::<EmulatedMma, EmulatedWgmma>(&first.matmul),
     };
-    launch(client, handles, output, matmul, family, norm, blueprint, plan);
+    launch(client, links, counters);
 }
 
 /// Matmuls of one input with some weights in one launch, also with what comes before and after them
@@ -343,7 +335,7 @@ impl FamilyPlan {
         // Planes add the squares; where matrix instructions are emulated there are none.
         let norm = norm.filter(|_| self.first.m == 1 && self.launch.scratch == 0)?;
         // Each cube repeats the norm: no more of them than run at once.
-        let cubes = self.device.cubes / 2;
+        let cubes = self.device.cubes / 4 * ROW_CUBES;
         let launch = SmallM { norm: Some(norm), cubes, ..self.launch };
         Some(Self { launch, ..self.clone() })
     }
@@ -403,6 +395,25 @@ impl FamilyPlan {
         norm: Option<NormOperands>,
         prefetch: Option<Prefetch>,
     ) -> Result<FamilyOutputs, Refusal> {
+        let launch = self.prepare(client, weights, input, norm, prefetch)?;
+        let outputs = launch.outputs().clone();
+        launch.run(client);
+        Ok(outputs)
+    }
+
+    /// Prepares the launch of [`run`](Self::run), which may be a link of a
+    /// [`Chain`](super::Chain). The outputs have memory, and no values yet.
+    ///
+    /// # Errors
+    /// Those of [`run`](Self::run).
+    pub fn prepare(
+        &self,
+        client: &Client,
+        weights: Vec<(PackedHandles, Option<Handle>)>,
+        input: Handle,
+        norm: Option<NormOperands>,
+        prefetch: Option<Prefetch>,
+    ) -> Result<FamilyLaunch, Refusal> {
         let Self { first, others, device, launch } = self;
         let Matmul { m, k, dtype, .. } = *first;
         let same = |what, expected, found| match expected == found {
@@ -445,17 +456,84 @@ impl FamilyPlan {
         let mut members = members.map(|(((weight, bias), Matmul { n, .. }), output)| {
             MemberHandles { weight, bias, output: output.clone(), n }
         });
-        let Some(MemberHandles { weight, bias, output, .. }) = members.next() else {
-            return Ok(found);
-        };
+        let first_member = members.next().expect("as many weights as matmuls, one or more");
+        let MemberHandles { weight, bias, output, .. } = first_member;
         let members = members.collect();
         let rows = self.matmuls().map(|matmul| matmul.n).sum();
         // Without an update no sums are stored.
         let norm = norm.map(|norm| (norm, found.sums.clone().unwrap_or_else(|| input.clone())));
         let handles = OperandHandles { weight, input, bias, prefetch, rows };
         let blueprint = MatmulBlueprint::new(first, device, &handles);
-        launch_small_m(client, device, handles, output, first, members, norm, blueprint, *launch);
-        Ok(found)
+        let link = LinkHandles {
+            handles,
+            output,
+            matmul: *first,
+            family: members,
+            norm,
+            blueprint,
+            plan: *launch,
+        };
+        Ok(FamilyLaunch { device: *device, link, found })
+    }
+}
+
+/// A family with its operands, made by [`FamilyPlan::prepare`].
+#[derive(Clone)]
+pub struct FamilyLaunch {
+    device: Capability,
+    link: LinkHandles,
+    found: FamilyOutputs,
+}
+
+impl FamilyLaunch {
+    /// Returns the outputs, which have no values before the launch.
+    #[must_use]
+    pub fn outputs(&self) -> &FamilyOutputs {
+        &self.found
+    }
+
+    /// Launches the kernel.
+    pub fn run(self, client: &Client) {
+        let counters = self.link.handles.input.clone();
+        launch_small_m(client, &self.device, vec![self.link], counters);
+    }
+
+    /// Returns true if the family may be a link of a [`Chain`](super::Chain).
+    #[must_use]
+    pub fn may_be_linked(&self) -> bool {
+        let plan = &self.link.plan;
+        self.device.wgmma.is_native() && plan.is_row() && plan.scratch == 0
+    }
+
+    /// Returns true if one launch takes both as links.
+    pub(super) fn is_like(&self, other: &Self) -> bool {
+        let kind = |launch: &Self| {
+            let LinkHandles { matmul, plan, .. } = &launch.link;
+            (launch.device, matmul.dtype, matmul.block_size, plan.units())
+        };
+        kind(self) == kind(other)
+    }
+
+    /// Returns true if an output of this family is a bias, or the weight of the norm, of another:
+    /// kernels expect these to be there before the launch.
+    pub(super) fn makes_constants(&self, other: &Self) -> bool {
+        let LinkHandles { handles, family, norm, .. } = &other.link;
+        let biases = family.iter().filter_map(|member| member.bias.as_ref());
+        let of_norm = norm.iter().map(|(norm, _)| &norm.weight);
+        let mut constants = handles.bias.iter().chain(biases).chain(of_norm);
+        let memory = |handle: &Handle| handle.memory.descriptor().id.value;
+        let made = || self.found.outputs.iter().chain(&self.found.sums);
+        constants.any(|constant| made().any(|made| memory(made) == memory(constant)))
+    }
+
+    /// Launches families that [are alike](Self::is_like) as links of one kernel, given counters of
+    /// 0. Only the last one prefetches the weight of another matmul.
+    pub(super) fn run_linked(client: &Client, families: Vec<Self>, counters: Handle) {
+        let Some(last) = families.len().checked_sub(1) else { return };
+        let device = families[last].device;
+        let mut links: Vec<_> = families.into_iter().map(|family| family.link).collect();
+        links[..last].iter_mut().for_each(|link| link.handles.prefetch = None);
+        launch_small_m(client, &device, links, counters);
     }
 }
 

@@ -154,6 +154,9 @@ const SPLIT_K_REDUCE_SUMS_PER_NS: usize = 1000;
 /// Largest number of cubes that divide k.
 const MAX_SPLIT_K: usize = 8;
 
+/// Cubes with one row of the input that run at once on a multiprocessor.
+pub(super) const ROW_CUBES: u32 = 3;
+
 /// Launch of `small_m.rs`. A cube takes some n tiles, one after the other, and all rows of the
 /// input. Its planes divide the packed rows of an n tile and k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -165,8 +168,8 @@ pub(super) struct SmallM {
     pub n_planes: u32,
     /// Planes that divide k: split-K within the cube.
     pub k_planes: u32,
-    /// Pipeline stages: k tiles in the registers of a plane. One is multiplied while the others are
-    /// loaded.
+    /// Pipeline stages: k tiles in the registers of a plane, or in shared memory for one row of the
+    /// input. One is multiplied while the others are loaded.
     pub stages: u32,
     /// Rows of the input, rounded up to a power of two.
     pub tile_m: u32,
@@ -211,7 +214,7 @@ impl SmallM {
 
     /// Returns the number of sums of a plane in shared memory, f32.
     pub(super) const fn plane_sums(&self) -> u32 {
-        8 * self.m_tiles() * self.staged_stride()
+        if self.is_row() { 16 } else { 8 * self.m_tiles() * self.staged_stride() }
     }
 
     /// Returns the number of sums of an n tile in shared memory.
@@ -233,6 +236,11 @@ impl SmallM {
     /// Returns the number of all sums in shared memory.
     pub(super) const fn staged_sums(&self) -> u32 {
         self.staged_tiles() * self.tile_sums()
+    }
+
+    /// Returns the sums in shared memory, with the values for emulated instructions.
+    pub(super) fn staged_values(&self) -> u32 {
+        self.staged_sums() + self.scratch
     }
 
     /// Returns the n tiles of a weight of n packed rows.

@@ -23,7 +23,6 @@
 use cubecl::prelude::*;
 
 use super::plan::{Kernel, Matmul, MatmulPlan};
-#[cfg(feature = "cuda")]
 use crate::instructions::prefetch_l2;
 use crate::memory::{PackedHandles, check_memory};
 use crate::plan::{Capability, Refusal, WgmmaSupport};
@@ -140,18 +139,24 @@ impl Prefetch {
     }
 }
 
-/// Prefetches this plane's rows of the next weight, if there is one and it is due now.
+/// Prefetches this plane's rows of the next weight, if there is one and it is due now. `cube` is
+/// the number of its cube among `cubes`.
 #[cube]
-pub(super) fn prefetch_next(next: &ComptimeOption<PrefetchArgs>, #[comptime] late: bool) {
+pub(super) fn prefetch_next(
+    next: &ComptimeOption<PrefetchArgs>,
+    cube: u32,
+    cubes: u32,
+    #[comptime] late: bool,
+) {
     #[comptime]
     match next {
         ComptimeOption::None => {}
         ComptimeOption::Some(next) => {
             if comptime!(next.late == late) {
-                let planes = CUBE_COUNT as u32 * CUBE_DIM / 32;
+                let planes = cubes * CUBE_DIM / 32;
                 let lane = UNIT_POS % 32;
                 if lane == 0 {
-                    let mut row = ABSOLUTE_POS as u32 / 32;
+                    let mut row = (cube * CUBE_DIM + UNIT_POS) / 32;
                     while row < next.rows {
                         prefetch_l2::<u32>(next.codes, row * next.code_row, next.code_part);
                         prefetch_l2::<u32>(next.scales, row * next.scale_row, next.scale_part);
@@ -162,12 +167,6 @@ pub(super) fn prefetch_next(next: &ComptimeOption<PrefetchArgs>, #[comptime] lat
         }
     }
 }
-
-/// Without the CUDA feature no matmul prefetches.
-#[cfg(not(feature = "cuda"))]
-#[cube]
-#[allow(unused_variables)]
-fn prefetch_l2<T: CubePrimitive>(from: &[T], at: u32, bytes: u32) {}
 
 #[cfg(test)]
 mod tests {

@@ -11,30 +11,31 @@
 //!
 //! cube: n_planes x k_planes planes for one weight of a family that multiplies one input. They take
 //! every `cubes`-th of its n tiles: 16 x n_planes packed rows
-//! if a norm comes before the matmul: load the whole input              (load_row)
-//! load codes, scales and input of the first steps, one per stage       (load_step)
-//! if a norm comes before: normalize the input                          (share_normalized)
+//! load codes, scales and input of the first steps, one per stage       (load_codes, load_input)
 //! prefetch the weight of the next matmul, now or before the last steps (prefetch_next)
 //! for the steps of all n tiles: `k_planes` k tiles each
 //!     the input of the step goes to shared memory                      (share_input)
 //!     for half of a word of eight codes:                               (multiply)
 //!         weights = codes x scales, in registers
 //!         sums += weights x input, for every eight rows of the input
-//!     for one row of the input: sums += block sums x scales            (multiply_row)
-//!     load a step to these registers, also of the next n tile          (load_step)
+//!     load a step to these registers, also of the next n tile          (load_codes, load_input)
 //!     after the last step of an n tile:
 //!         share the sums of the planes                                 (stage_sums)
 //!         add those along k; epilogue                                  (store_sums)
 //! ```
 //!
-//! With SwiGLU a plane has eight rows of the weight of the gate and the same eight of the other, so
-//! that the epilogue of an n tile has both: `silu(gate) x up`, each rounded before.
+//! One row of the input has another main loop, in `small_m_row.rs`, which also has the norm before
+//! the matmul. With SwiGLU a plane has eight rows of the weight of the gate and the same eight of
+//! the other, so that the epilogue of an n tile has both: `silu(gate) x up`, each rounded before.
+//!
+//! A launch may have several links: families of one row of which each reads what others have made.
+//! Links after the first load their inputs later, see `small_m_link.rs`.
 //!
 //! Loads go on from one n tile to the next, so that memory does not idle in between. The input in
-//! shared memory is in the order of decoded codes. Without a norm, to share a small input as a
-//! whole before the first step took longer than to load it again with each n tile. Each weight has
-//! a main loop of its own: if one loop loaded either of two weights into the same registers, the
-//! second load would wait for the first.
+//! shared memory is in the order of decoded codes. To share a small input as a whole before the
+//! first step took longer than to load it again with each n tile. Each weight has a main loop of
+//! its own: if one loop loaded either of two weights into the same registers, the second load would
+//! wait for the first.
 
 use cubecl::client::Client;
 use cubecl::prelude::*;
@@ -42,41 +43,102 @@ use cubecl::server::Handle;
 
 use super::operands::{
     MatmulBlueprint, Member, MemberHandles, MemberLaunch, OperandHandles, Operands, Widths,
-    decode_elements, decode_scales, epilogue_with, operands, tensor_scale,
+    decode_elements, decode_scales, operands, tensor_scale,
 };
-use super::plan::{Matmul, SMALL_M_K_TILE, SMALL_M_VECTOR as VECTOR, SmallM};
+use super::plan::{Matmul, ROW_CUBES, SMALL_M_K_TILE, SMALL_M_VECTOR as VECTOR, SmallM};
 use super::prefetch::prefetch_next;
 use super::small_m_input::{
-    K_TILE_VECTORS, NormArgs, NormArgsLaunch, NormOperands, NormRow, QUARTER_STRIDE_PADDED,
-    ROW_STRIDE_PADDED, ZERO_VECTORS, is_large, load_row, share, share_normalized, share_row,
-    share_zeros,
+    NormArgs, NormArgsLaunch, NormOperands, QUARTER_STRIDE_PADDED, ROW_STRIDE_PADDED,
+    input_vectors, share, share_zeros,
 };
+use super::small_m_link::{LinkCube, MAX_LINKS, end_in_link};
 use super::small_m_load::{
-    Lane, NTile, ROWS_PER_LANE, StepRegisters, copied_row, lane_of_unit, load_step, n_tile,
+    Lane, ROWS_PER_LANE, Rows, StepRegisters, copied_row, lane_of_unit, load_codes, load_input,
+    n_tile,
 };
 use super::small_m_row::multiply_row;
-use crate::decoder::swiglu::silu;
-use crate::instructions::{MmaInstructions, Pair};
+use super::small_m_slots::{scale_words, slot_vectors};
+use super::small_m_store::{TensorScales, stage_sums, store_sums};
+use crate::instructions::{MmaInstructions, Pair, WgmmaInstructions, publish};
 use crate::memory::PackedIn;
-use crate::numeric::element::narrow;
-use crate::numeric::scale_grid::sum_shift;
-use crate::plan::Dtype;
 
-/// Launches the kernel for a weight, and for the other weights of its family. `norm` has the sums
-/// that it stores. With SwiGLU the family has one more weight, without an output of its own. `S`
-/// holds the block scales that a lane needs of a packed row.
-#[allow(clippy::too_many_arguments)]
-pub(super) fn launch<I: MmaInstructions, F: Float, S: Int>(
-    client: &Client,
-    handles: OperandHandles,
-    output: Handle,
-    matmul: &Matmul,
-    family: Vec<MemberHandles>,
-    norm: Option<(NormOperands, Handle)>,
-    blueprint: MatmulBlueprint,
+/// A weight, the other weights of its family, and what joins them. With SwiGLU the family has one
+/// more weight, without an output of its own.
+#[derive(Clone)]
+pub(super) struct LinkHandles {
+    pub(super) handles: OperandHandles,
+    pub(super) output: Handle,
+    pub(super) matmul: Matmul,
+    pub(super) family: Vec<MemberHandles>,
+    /// With the sums that the norm stores.
+    pub(super) norm: Option<(NormOperands, Handle)>,
+    pub(super) blueprint: MatmulBlueprint,
+    pub(super) plan: SmallM,
+}
+
+/// A family in a kernel: alone, or a link of a chain.
+#[derive(CubeType, CubeLaunch)]
+struct Link<F: Float, S: Int, W: Size, V: Size> {
+    operands: Operands<F, S, W, W>,
+    output: &'static mut [F],
+    /// Cubes of the first weight.
+    cubes: u32,
+    family: Sequence<Member<F, S, W>>,
+    /// The norm, or nothing.
+    norm: Sequence<NormArgs<F, V>>,
+    /// The first of its cubes.
+    first_cube: u32,
+    /// Cubes of all weights.
+    all_cubes: u32,
+    #[cube(comptime)]
     plan: SmallM,
+}
+
+/// Launches the kernel for a family, or for several families of one row in turn, given counters of
+/// 0. `S` holds the block scales that a lane needs of a packed row.
+pub(super) fn launch<I: MmaInstructions, C: WgmmaInstructions, F: Float, S: Int>(
+    client: &Client,
+    links: Vec<LinkHandles>,
+    counters: Handle,
 ) {
-    let Matmul { m, n, k, .. } = *matmul;
+    let (mut args, mut first_cube) = (SequenceArg::new(), 0);
+    let largest = |size: fn(&SmallM) -> u32| links.iter().map(|link| size(&link.plan)).max();
+    let sizes = [input_vectors, slot_vectors, scale_words, SmallM::staged_values];
+    let sizes = sizes.map(|size| largest(size).unwrap_or(0));
+    let units = largest(SmallM::units).unwrap_or(0);
+    let rows = links.iter().all(|link| link.plan.is_row());
+    let cubes_at_once = rows.then_some(ROW_CUBES);
+    for link in links {
+        let (link, cubes) = link_args(link, first_cube);
+        args.push(link);
+        first_cube += cubes;
+    }
+    // SAFETY: see `link_args`; the counters are not read by a single link.
+    unsafe {
+        small_m_kernel::launch_unchecked::<I, C, F, S>(
+            client,
+            CubeCount::Static(first_cube, 1, 1),
+            CubeDim::new_1d(units),
+            4,
+            VECTOR as usize,
+            args,
+            BufferArg::from_raw_parts(counters, MAX_LINKS),
+            sizes[0],
+            sizes[1],
+            sizes[2],
+            sizes[3],
+            cubes_at_once,
+        );
+    }
+}
+
+/// Returns the argument for a family, and the number of its cubes.
+fn link_args<F: Float, S: Int, W: Size, V: Size>(
+    link: LinkHandles,
+    first_cube: u32,
+) -> (LinkLaunch<F, S, W, V>, u32) {
+    let LinkHandles { handles, output, matmul, family, norm, blueprint, plan } = link;
+    let Matmul { m, n, k, .. } = matmul;
     let widths = Widths { codes: 32, scales: 64, input: VECTOR as usize, k_tile: SMALL_M_K_TILE };
     // With SwiGLU the cubes of the first weight multiply by both.
     let own = if plan.gated { &[] } else { &family[..] };
@@ -89,7 +151,7 @@ pub(super) fn launch<I: MmaInstructions, F: Float, S: Int>(
         norms.push(unsafe { NormArgsLaunch::of(norm, handles.input.clone(), sums, k) });
     }
     let mut members = SequenceArg::new();
-    let mut first_cube = cubes[0];
+    let mut all_cubes = cubes[0];
     let of_members = cubes[1..].iter().copied().chain(core::iter::repeat(0));
     for (MemberHandles { weight, bias, output, n }, cubes) in family.into_iter().zip(of_members) {
         let input = handles.input.clone();
@@ -103,126 +165,178 @@ pub(super) fn launch<I: MmaInstructions, F: Float, S: Int>(
                 },
                 BufferArg::from_raw_parts(output, m * n),
                 n as u32,
-                first_cube,
+                all_cubes,
                 cubes,
             )
         });
-        first_cube += cubes;
+        all_cubes += cubes;
     }
     // SAFETY: the lengths match the matmul; rows beyond the last repeat it and are not
     // stored.
-    unsafe {
-        small_m_kernel::launch_unchecked::<I, F, S>(
-            client,
-            CubeCount::Static(first_cube, 1, 1),
-            CubeDim::new_1d(plan.units()),
-            4,
-            4,
-            VECTOR as usize,
-            operands(handles, matmul, blueprint, widths),
-            BufferArg::from_raw_parts(output, m * n),
-            cubes[0],
-            members,
-            norms,
-            plan,
-        );
+    let output = unsafe { BufferArg::from_raw_parts(output, m * n) };
+    let operands = operands(handles, &matmul, blueprint, widths);
+    let link =
+        LinkLaunch::new(operands, output, cubes[0], members, norms, first_cube, all_cubes, plan);
+    (link, all_cubes)
+}
+
+/// Multiplies by the weights of families, in turn.
+#[cube(launch_unchecked)]
+fn small_m_kernel<I: MmaInstructions, C: WgmmaInstructions, F: Float, S: Int, W: Size, V: Size>(
+    links: &mut Sequence<Link<F, S, W, V>>,
+    counters: &mut [u32],
+    #[comptime] input_vectors: u32,
+    #[comptime] slot_vectors: u32,
+    #[comptime] scale_words: u32,
+    #[comptime] staged_values: u32,
+    #[comptime] cubes_at_once: Option<u32>,
+) {
+    if let Some(cubes) = comptime!(cubes_at_once) {
+        I::limit_registers(cubes);
+    }
+    // CubeCL never reuses shared memory: one allocation for all weights.
+    let mut shared = Shared::<[Vector<u32, W>]>::new_aligned_slice(
+        comptime!((input_vectors + slot_vectors) as usize),
+        16usize,
+    );
+    let mut scales =
+        Shared::<[S]>::new_aligned_slice(comptime!(scale_words.max(1) as usize), 16usize);
+    let mut staged = Shared::<[f32]>::new_slice(comptime!(staged_values as usize));
+    let count = links.len();
+    let mut before = 0u32.runtime();
+    #[unroll]
+    for index in 0..count {
+        let link = links.index_mut(index);
+        let cubes = link.all_cubes;
+        if comptime!(count == 1) {
+            let place = LinkCube { cube: CUBE_POS as u32, cubes, link: 0u32, before };
+            multiply_link::<I, C, F, S, W, V>(
+                link,
+                &*counters,
+                &mut shared,
+                &mut scales,
+                &mut staged,
+                &place,
+                input_vectors,
+            );
+        } else {
+            let cube = CUBE_POS as u32 - link.first_cube;
+            if CUBE_POS as u32 >= link.first_cube && cube < cubes {
+                let place = LinkCube { cube, cubes, link: comptime!(index as u32), before };
+                multiply_link::<I, C, F, S, W, V>(
+                    link,
+                    &*counters,
+                    &mut shared,
+                    &mut scales,
+                    &mut staged,
+                    &place,
+                    input_vectors,
+                );
+                publish_outputs::<F, S, W, V>(link);
+                let links = comptime!(if index + 1 == count { count as u32 } else { 0u32 });
+                end_in_link(counters, comptime!(index as u32).runtime(), cubes, links);
+            }
+            before = cubes;
+        }
     }
 }
 
-/// Tensor scales of a weight and of the other weight of SwiGLU; not used if packed rows have one
-/// each.
-#[derive(CubeType, Clone, Copy)]
-struct TensorScales {
-    weight: f32,
-    up: f32,
-}
-
-/// A weight's packed rows, and the cubes that multiply by it.
-#[derive(CubeType, Clone, Copy)]
-struct Rows {
-    n: u32,
-    /// Number of this cube among the cubes.
-    cube: u32,
-    cubes: u32,
+/// Ends the compiler's changes to the order of stores of a link's outputs.
+#[cube]
+fn publish_outputs<F: Float, S: Int, W: Size, V: Size>(link: &mut Link<F, S, W, V>) {
+    publish::<F>(link.output);
+    #[unroll]
+    for index in 0..link.family.len() {
+        publish::<F>(link.family.index_mut(index).output);
+    }
+    #[unroll]
+    for index in 0..link.norm.len() {
+        publish::<Vector<F, V>>(link.norm.index_mut(index).sums);
+    }
 }
 
 /// Multiplies the input by each weight of a family, with cubes of its own.
-#[cube(launch_unchecked)]
-fn small_m_kernel<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
-    operands: &Operands<F, S, W, X>,
-    output: &mut [F],
-    cubes: u32,
-    family: &mut Sequence<Member<F, S, W>>,
-    norm: &mut Sequence<NormArgs<F, V>>,
-    #[comptime] plan: SmallM,
+#[cube]
+fn multiply_link<I: MmaInstructions, C: WgmmaInstructions, F: Float, S: Int, W: Size, V: Size>(
+    link: &mut Link<F, S, W, V>,
+    counters: &[u32],
+    shared: &mut [Vector<u32, W>],
+    scales: &mut [S],
+    staged: &mut [f32],
+    place: &LinkCube,
+    #[comptime] slots_from: u32,
 ) {
+    let plan = comptime!(link.plan);
     let lane = lane_of_unit(plan);
-    // CubeCL never reuses shared memory: one allocation for all weights.
-    let k_tiles = comptime!(match plan.norm {
-        Some(norm) => norm.vectors / K_TILE_VECTORS,
-        None => 2 * plan.k_planes,
-    });
-    let zeros = comptime!(if plan.is_row() { ZERO_VECTORS } else { 0 });
-    let shared = comptime!((k_tiles * plan.tile_m * ROW_STRIDE_PADDED + zeros) as usize);
-    let mut shared = Shared::<[Vector<u32, X>]>::new_slice(shared);
     if comptime!(plan.is_row()) {
-        share_zeros::<X>(&mut shared);
+        share_zeros::<W>(shared);
     }
-    let staged = comptime!((plan.staged_sums() + plan.scratch) as usize);
-    let mut staged = Shared::<[f32]>::new_slice(staged);
-    let cube = CUBE_POS as u32;
+    let operands = &link.operands;
+    let (cube, cubes) = (place.cube, link.cubes);
     let rows = Rows { n: operands.dims.n, cube, cubes };
     if comptime!(plan.gated) {
-        let up = family.index(0usize);
-        multiply_by::<I, F, S, W, X, V>(
+        let up = link.family.index(0usize);
+        multiply_by::<I, C, F, S, W, V>(
             operands,
             &operands.weight,
             operands.bias,
             &up.weight,
             up.bias,
-            output,
-            norm,
+            link.output,
+            &mut link.norm,
             &rows,
-            &mut shared,
-            &mut staged,
+            counters,
+            shared,
+            scales,
+            staged,
             &lane,
+            place,
+            slots_from,
             plan,
         );
     } else {
         if cube < cubes {
-            multiply_by::<I, F, S, W, X, V>(
+            multiply_by::<I, C, F, S, W, V>(
                 operands,
                 &operands.weight,
                 operands.bias,
                 &operands.weight,
                 operands.bias,
-                output,
-                norm,
+                link.output,
+                &mut link.norm,
                 &rows,
-                &mut shared,
-                &mut staged,
+                counters,
+                shared,
+                scales,
+                staged,
                 &lane,
+                place,
+                slots_from,
                 plan,
             );
         }
         #[unroll]
-        for index in 0..family.len() {
-            let member = family.index_mut(index);
+        for index in 0..link.family.len() {
+            let member = link.family.index_mut(index);
             if cube >= member.first_cube && cube < member.first_cube + member.cubes {
                 let cube = cube - member.first_cube;
                 let rows = Rows { n: member.n, cube, cubes: member.cubes };
-                multiply_by::<I, F, S, W, X, V>(
+                multiply_by::<I, C, F, S, W, V>(
                     operands,
                     &member.weight,
                     member.bias,
                     &member.weight,
                     member.bias,
                     member.output,
-                    norm,
+                    &mut link.norm,
                     &rows,
-                    &mut shared,
-                    &mut staged,
+                    counters,
+                    shared,
+                    scales,
+                    staged,
                     &lane,
+                    place,
+                    slots_from,
                     plan,
                 );
             }
@@ -230,13 +344,11 @@ fn small_m_kernel<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Siz
     }
 }
 
-/// Runs the main loop at the head of this file for a weight; `up` and `up_bias` are the other
-/// weight of SwiGLU and its bias.
+/// Multiplies by a weight; `up` and `up_bias` are the other weight of SwiGLU and its bias.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-#[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
-fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
-    operands: &Operands<F, S, W, X>,
+fn multiply_by<I: MmaInstructions, C: WgmmaInstructions, F: Float, S: Int, W: Size, V: Size>(
+    operands: &Operands<F, S, W, W>,
     weight: &PackedIn<S, W>,
     bias: &[F],
     up: &PackedIn<S, W>,
@@ -244,9 +356,43 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
     output: &mut [F],
     norm: &mut Sequence<NormArgs<F, V>>,
     rows: &Rows,
-    shared: &mut [Vector<u32, X>],
+    counters: &[u32],
+    shared: &mut [Vector<u32, W>],
+    scales: &mut [S],
     staged: &mut [f32],
     lane: &Lane,
+    place: &LinkCube,
+    #[comptime] slots_from: u32,
+    #[comptime] plan: SmallM,
+) {
+    if comptime!(plan.is_row()) {
+        multiply_row::<I, C, F, S, W, V>(
+            operands, weight, bias, up, up_bias, output, norm, rows, counters, shared, scales,
+            staged, lane, place, slots_from, plan,
+        );
+    } else {
+        multiply_rows::<I, F, S, W>(
+            operands, weight, bias, up, up_bias, output, rows, shared, staged, lane, place, plan,
+        );
+    }
+}
+
+/// Runs the main loop at the head of this file for several rows of the input.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_lines, reason = "one loop over registers that all of it uses")]
+fn multiply_rows<I: MmaInstructions, F: Float, S: Int, W: Size>(
+    operands: &Operands<F, S, W, W>,
+    weight: &PackedIn<S, W>,
+    bias: &[F],
+    up: &PackedIn<S, W>,
+    up_bias: &[F],
+    output: &mut [F],
+    rows: &Rows,
+    shared: &mut [Vector<u32, W>],
+    staged: &mut [f32],
+    lane: &Lane,
+    place: &LinkCube,
     #[comptime] plan: SmallM,
 ) {
     let SmallM { k_planes, tile_m, .. } = comptime!(plan);
@@ -265,21 +411,16 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
     let tiles = n.div_ceil(comptime!(plan.tile_n()));
     let mut load_tile = rows.cube;
     let mut load_at = 0u32.runtime();
-    // Before the first codes: all else waits for it.
-    let mut normalized = Sequence::<NormRow<F, V>>::new();
-    if let Some(norm_plan) = comptime!(plan.norm) {
-        let units = comptime!(plan.units());
-        normalized.push(load_row::<F, V>(norm.index(0usize), norm_plan, units));
-    }
-    let mut loaded = Sequence::<StepRegisters<W, X>>::new();
+    let mut loaded = Sequence::<StepRegisters<W>>::new();
     #[unroll]
     for _ in 0..plan.stages {
-        let mut next = StepRegisters::<W, X> {
+        let mut next = StepRegisters::<W> {
             codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS_PER_LANE as usize)),
             scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
-            input: Array::<Vector<u32, X>>::new(comptime!(plan.copies().max(1) as usize)),
+            input: Array::<Vector<u32, W>>::new(comptime!(plan.copies().max(1) as usize)),
         };
-        load_step::<F, S, W, X>(operands, weight, up, n, &mut next, load_tile, load_at, lane, plan);
+        load_codes::<F, S, W>(operands, weight, up, n, &mut next, load_tile, load_at, lane, plan);
+        load_input::<F, S, W>(operands, &mut next, load_at, lane, plan);
         loaded.push(next);
         load_at += 1u32;
         if load_at == steps {
@@ -291,22 +432,7 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
     // Input of a k tile, and of the k tiles of a step.
     let buffer = comptime!(tile_m * ROW_STRIDE_PADDED);
     let step_buffer = comptime!(k_planes * buffer);
-    if let Some(norm_plan) = comptime!(plan.norm) {
-        let units = comptime!(plan.units());
-        share_normalized::<F, V, X>(
-            norm.index_mut(0usize),
-            normalized.index_mut(0usize),
-            shared,
-            norm_plan,
-            units,
-            comptime!(operands.blueprint),
-        );
-    }
-    if comptime!(plan.is_row() && plan.norm.is_none()) {
-        // The zeros; a norm waits for all planes.
-        sync_cube();
-    }
-    prefetch_next(&operands.prefetch, comptime!(false));
+    prefetch_next(&operands.prefetch, place.cube, place.cubes, comptime!(false));
 
     // Before the loop: outputs would wait for them.
     let blueprint = comptime!(operands.blueprint);
@@ -327,7 +453,7 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
     while done < end {
         // The rest of this matmul's own weight is in flight.
         if done + plan.stages >= end {
-            prefetch_next(&operands.prefetch, comptime!(true));
+            prefetch_next(&operands.prefetch, place.cube, place.cubes, comptime!(true));
         }
         // Unrolled: each stage has registers of its own, and nothing is moved between them.
         #[unroll]
@@ -335,44 +461,25 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
             if done + stage < end {
                 let k_tile = step * k_planes + lane.k_plane;
                 let registers = loaded.index(comptime!(stage as usize));
-                let mut from = k_tile * buffer;
-                if comptime!(plan.norm.is_none()) {
-                    from = input_from + lane.k_plane * buffer;
-                    input_from = step_buffer - input_from;
-                    let dtype = comptime!(operands.blueprint.dtype);
-                    share_input::<I, F, X>(
-                        shared,
-                        from,
-                        &registers.input,
-                        staged,
-                        lane,
-                        dtype,
-                        plan,
-                    );
-                    if comptime!(shares_steps) {
-                        sync_cube();
-                    } else {
-                        I::sync_plane();
-                    }
+                let from = input_from + lane.k_plane * buffer;
+                input_from = step_buffer - input_from;
+                share_input::<W>(shared, from, &registers.input, lane, plan);
+                if comptime!(shares_steps) {
+                    sync_cube();
+                } else {
+                    I::sync_plane();
                 }
                 if k_tile < k_tiles {
-                    if comptime!(plan.is_row()) {
-                        let blueprint = comptime!(operands.blueprint);
-                        let sums = sums.index_mut(0usize);
-                        multiply_row::<I, F, W, X>(
-                            registers, from, &*shared, sums, staged, lane, blueprint, plan,
-                        );
-                    } else {
-                        multiply::<I, F, S, W, X>(
-                            operands, registers, from, &*shared, &mut sums, staged, lane, plan,
-                        );
-                    }
+                    multiply::<I, F, S, W>(
+                        operands, registers, from, &*shared, &mut sums, staged, lane, plan,
+                    );
                 }
                 if done + (stage + plan.stages) < end {
                     let next = loaded.index_mut(comptime!(stage as usize));
-                    load_step::<F, S, W, X>(
+                    load_codes::<F, S, W>(
                         operands, weight, up, n, next, load_tile, load_at, lane, plan,
                     );
+                    load_input::<F, S, W>(operands, next, load_at, lane, plan);
                     load_at += 1u32;
                     if load_at == steps {
                         load_at = 0u32;
@@ -383,7 +490,7 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
                 if step == steps {
                     let stored = n_tile(tile, lane, plan);
                     stage_sums::<I>(&sums, operands.dims.m, staged, staged_from, lane, plan);
-                    store_sums::<F, S, W, X>(
+                    store_sums::<F, S, W>(
                         operands,
                         weight,
                         bias,
@@ -415,40 +522,29 @@ fn multiply_by<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size, V: Size>(
     }
 }
 
-/// Stores a lane's copy of the input of a step in shared memory.
+/// Stores a lane's copies of the input of a step in shared memory.
 #[cube]
-fn share_input<I: MmaInstructions, F: Float, X: Size>(
-    shared: &mut [Vector<u32, X>],
+fn share_input<W: Size>(
+    shared: &mut [Vector<u32, W>],
     from: u32,
-    input: &Array<Vector<u32, X>>,
-    staged: &mut [f32],
+    input: &Array<Vector<u32, W>>,
     lane: &Lane,
-    #[comptime] dtype: Dtype,
     #[comptime] plan: SmallM,
 ) {
-    if comptime!(plan.is_row()) {
-        let values = input[0];
-        let mut large = false.runtime();
-        if comptime!(dtype == Dtype::Bf16) {
-            large = I::any_of_plane(is_large::<X>(values), staged, plan.staged_sums());
-        }
-        share_row::<F, X>(shared, from, lane.lane, values, large, dtype);
-    } else {
-        #[unroll]
-        for copy in 0..comptime!(plan.copies()) {
-            let row = copied_row(lane, copy, plan);
-            share::<X>(shared, from, row, lane.lane, input[copy as usize]);
-        }
+    #[unroll]
+    for copy in 0..comptime!(plan.copies()) {
+        let row = copied_row(lane, copy, plan);
+        share::<W>(shared, from, row, lane.lane, input[copy as usize]);
     }
 }
 
 /// Adds the products of a k tile to the sums. `from` is the start of its input in shared memory.
 #[cube]
-fn multiply<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size>(
-    operands: &Operands<F, S, W, X>,
-    loaded: &StepRegisters<W, X>,
+fn multiply<I: MmaInstructions, F: Float, S: Int, W: Size>(
+    operands: &Operands<F, S, W, W>,
+    loaded: &StepRegisters<W>,
     from: u32,
-    shared: &[Vector<u32, X>],
+    shared: &[Vector<u32, W>],
     sums: &mut Sequence<Array<Vector<f32, Pair>>>,
     staged: &mut [f32],
     lane: &Lane,
@@ -468,7 +564,7 @@ fn multiply<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size>(
                 decode_scales::<F, Pair>(&mut factors, row, scales, blueprint);
             }
         }
-        let mut values = Array::<Vector<u32, X>>::new(comptime!(m_tiles as usize));
+        let mut values = Array::<Vector<u32, W>>::new(comptime!(m_tiles as usize));
         #[unroll]
         for tile in 0..m_tiles {
             let row = (lane.quad + comptime!(tile * 8)) % plan.tile_m;
@@ -507,117 +603,4 @@ fn multiply<I: MmaInstructions, F: Float, S: Int, W: Size, X: Size>(
             }
         }
     }
-}
-
-/// Stores a plane's sums of an n tile in shared memory, by rows of the input.
-#[cube]
-fn stage_sums<I: MmaInstructions>(
-    sums: &Sequence<Array<Vector<f32, Pair>>>,
-    m: u32,
-    staged: &mut [f32],
-    staged_from: u32,
-    lane: &Lane,
-    #[comptime] plan: SmallM,
-) {
-    let (stride, region) = comptime!((plan.staged_stride(), plan.plane_sums()));
-    if comptime!(plan.is_row()) {
-        #[unroll]
-        for half in 0..2usize {
-            let sums = sums.index(0usize)[half];
-            let sum = sums.extract(0usize) + sums.extract(1usize);
-            let sum = I::sum_of_quad(sum, staged, plan.staged_sums());
-            if lane.part == 0 {
-                let row = lane.quad + comptime!(8 * half as u32);
-                staged[(staged_from + lane.k_plane * region + row) as usize] = sum;
-            }
-        }
-    } else {
-        #[unroll]
-        for tile in 0..comptime!(plan.m_tiles()) {
-            #[unroll]
-            for index in 0..4u32 {
-                let (half, column) = comptime!((index as usize / 2, index as usize % 2));
-                let sum = sums.index(comptime!(tile as usize))[half].extract(column);
-                let to = lane.part * 2 + comptime!(tile * 8 + column as u32);
-                let row = lane.n_plane * 16 + lane.quad + comptime!(8 * half as u32);
-                if to < m {
-                    staged[(staged_from + lane.k_plane * region + to * stride + row) as usize] =
-                        sum;
-                }
-            }
-        }
-    }
-    sync_cube();
-}
-
-/// Adds the sums of the planes along k, and stores the outputs.
-#[cube]
-#[allow(clippy::too_many_arguments)]
-fn store_sums<F: Float, S: Int, W: Size, X: Size>(
-    operands: &Operands<F, S, W, X>,
-    weight: &PackedIn<S, W>,
-    bias: &[F],
-    up: &PackedIn<S, W>,
-    up_bias: &[F],
-    scales: &TensorScales,
-    output: &mut [F],
-    n: u32,
-    staged: &[f32],
-    staged_from: u32,
-    n_tile: &NTile,
-    #[comptime] plan: SmallM,
-) {
-    let blueprint = comptime!(operands.blueprint);
-    let rows = comptime!(plan.tile_n());
-    let mut at = UNIT_POS;
-    while at < rows * operands.dims.m {
-        let (in_tile, to) = (at % rows, at / rows);
-        let row = n_tile.first + in_tile;
-        if row < n {
-            let stored = to * n + row;
-            let mut of_weight = scales.weight;
-            if comptime!(blueprint.by_row) {
-                of_weight = tensor_scale::<S, W>(weight, row, blueprint);
-            }
-            if comptime!(plan.gated) {
-                let mut of_up = scales.up;
-                if comptime!(blueprint.by_row) {
-                    of_up = tensor_scale::<S, W>(up, row, blueprint);
-                }
-                let gate = in_tile / 8 * 16 + in_tile % 8;
-                let sum = sum_along_k(staged, staged_from, to, gate, blueprint, plan);
-                let gated = epilogue_with::<F>(of_weight, bias, sum, row, blueprint);
-                let sum = sum_along_k(staged, staged_from, to, gate + 8, blueprint, plan);
-                let value = epilogue_with::<F>(of_up, up_bias, sum, row, blueprint);
-                let gated = silu(f32::cast_from(gated)) * f32::cast_from(value);
-                output[stored as usize] = narrow::<F>(gated, comptime!(blueprint.conversion));
-            } else {
-                let sum = sum_along_k(staged, staged_from, to, in_tile, blueprint, plan);
-                output[stored as usize] = epilogue_with::<F>(of_weight, bias, sum, row, blueprint);
-            }
-        }
-        at += comptime!(plan.units());
-    }
-}
-
-/// Adds the planes' sums of an output, in order: of a row of the input and a row of those staged.
-#[cube]
-fn sum_along_k(
-    staged: &[f32],
-    staged_from: u32,
-    input_row: u32,
-    row: u32,
-    #[comptime] blueprint: MatmulBlueprint,
-    #[comptime] plan: SmallM,
-) -> f32 {
-    let (stride, region) = comptime!((plan.staged_stride(), plan.plane_sums()));
-    let mut sum = 0.0f32.runtime();
-    #[unroll]
-    for k_plane in 0..plan.k_planes {
-        sum += staged[(staged_from + k_plane * region + input_row * stride + row) as usize];
-    }
-    if comptime!(!plan.is_row()) {
-        sum *= comptime!(sum_shift(blueprint.grid()));
-    }
-    sum
 }

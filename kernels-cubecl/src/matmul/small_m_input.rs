@@ -16,7 +16,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::operands::MatmulBlueprint;
-use super::plan::{NormPlan, SMALL_M_K_TILE, SMALL_M_VECTOR as VECTOR};
+use super::plan::{NormPlan, SMALL_M_K_TILE, SMALL_M_VECTOR as VECTOR, SmallM};
+use super::small_m_link::load_made;
 use crate::decoder::norm::{add_squares, scaled, sum_of};
 use crate::numeric::scale_grid::{decoded_shift, power};
 use crate::plan::{Dtype, UNITS};
@@ -28,6 +29,17 @@ pub(super) const K_TILE_VECTORS: u32 = SMALL_M_K_TILE as u32 / VECTOR;
 pub(super) const QUARTER_STRIDE_PADDED: u32 = K_TILE_VECTORS / 4 + 1;
 /// Vectors between the rows of the input in shared memory.
 pub(super) const ROW_STRIDE_PADDED: u32 = 4 * QUARTER_STRIDE_PADDED;
+
+/// Returns the vectors of the input in shared memory: a whole normalized row, or the k tiles of two
+/// steps; and the zeros for one row.
+pub(super) fn input_vectors(plan: &SmallM) -> u32 {
+    let k_tiles = match plan.norm {
+        Some(norm) => norm.vectors / K_TILE_VECTORS,
+        None if plan.is_row() => plan.stages * plan.k_planes,
+        None => 2 * plan.k_planes,
+    };
+    k_tiles * plan.tile_m * ROW_STRIDE_PADDED
+}
 
 /// Operands of a norm in device memory, besides the row that it normalizes.
 #[derive(Debug, Clone)]
@@ -48,7 +60,7 @@ pub(super) struct NormArgs<F: Float, V: Size> {
     update: &'static [Vector<F, V>],
     weight: &'static [Vector<F, V>],
     /// The row plus the update; not written when nothing is added.
-    sums: &'static mut [Vector<F, V>],
+    pub(super) sums: &'static mut [Vector<F, V>],
     epsilon: f32,
 }
 
@@ -77,8 +89,14 @@ pub(super) fn share<X: Size>(
     vector: u32,
     values: Vector<u32, X>,
 ) {
-    let to = from + row * ROW_STRIDE_PADDED + vector / 8 * QUARTER_STRIDE_PADDED + vector % 8;
+    let to = from + row * ROW_STRIDE_PADDED + place_in_row(vector);
     shared[to as usize] = pairs::<X>(values);
+}
+
+/// Returns the place of a vector of a k tile among those of a row in shared memory.
+#[cube]
+pub(super) fn place_in_row(vector: u32) -> u32 {
+    vector / 8 * QUARTER_STRIDE_PADDED + vector % 8
 }
 
 /// Exponent of the factor of the input in bf16.
@@ -179,12 +197,13 @@ impl NormPlan {
     }
 }
 
-/// Loads the row. Vectors beyond the last repeat it.
+/// Loads the row. Vectors beyond the last repeat it. `made` if other cubes of this launch make it.
 #[cube]
 pub(super) fn load_row<F: Float, V: Size>(
     norm: &NormArgs<F, V>,
     #[comptime] plan: NormPlan,
     #[comptime] units: u32,
+    #[comptime] made: bool,
 ) -> NormRow<F, V> {
     let count = comptime!(plan.held(units) as usize);
     let mut values = Array::<Vector<F, V>>::new(count);
@@ -193,14 +212,28 @@ pub(super) fn load_row<F: Float, V: Size>(
     #[unroll]
     for index in 0..comptime!(plan.held(units)) {
         let at = UNIT_POS + comptime!(plan.offset(index, units));
-        let at = min(at, comptime!(plan.vectors - 1)) as usize;
-        values[index as usize] = norm.input[at];
+        let at = min(at, comptime!(plan.vectors - 1));
+        values[index as usize] = load_vector::<F, V>(norm.input, at, made);
         if comptime!(plan.adds) {
-            updates[index as usize] = norm.update[at];
+            updates[index as usize] = load_vector::<F, V>(norm.update, at, made);
         }
-        weights[index as usize] = norm.weight[at];
+        weights[index as usize] = norm.weight[at as usize];
     }
     NormRow::<F, V> { values, updates, weights }
+}
+
+/// Loads eight values; `made` if another cube of this launch makes them.
+#[cube]
+fn load_vector<F: Float, V: Size>(
+    from: &[Vector<F, V>],
+    at: u32,
+    #[comptime] made: bool,
+) -> Vector<F, V> {
+    if comptime!(made) {
+        Vector::<F, V>::reinterpret(load_made::<Vector<F, V>, Const<4>>(from, at))
+    } else {
+        from[at as usize]
+    }
 }
 
 /// Stores the normalized row in shared memory, one k tile after the other. The first cube also
@@ -211,6 +244,7 @@ pub(super) fn share_normalized<F: Float, V: Size, X: Size>(
     norm: &mut NormArgs<F, V>,
     row: &mut NormRow<F, V>,
     shared: &mut [Vector<u32, X>],
+    cube: u32,
     #[comptime] plan: NormPlan,
     #[comptime] units: u32,
     #[comptime] blueprint: MatmulBlueprint,
@@ -232,7 +266,7 @@ pub(super) fn share_normalized<F: Float, V: Size, X: Size>(
             }
             if at < vectors {
                 if comptime!(plan.adds) {
-                    if CUBE_POS == 0 {
+                    if cube == 0 {
                         norm.sums[at as usize] = row.values[index];
                     }
                 }

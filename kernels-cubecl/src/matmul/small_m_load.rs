@@ -1,4 +1,5 @@
-//! Loads of a lane of `small_m.rs`: its packed rows, and a step of them in registers.
+//! Lanes of `small_m.rs`, their packed rows, and loads of a step of several rows of the input to
+//! registers.
 
 use cubecl::prelude::*;
 
@@ -23,6 +24,15 @@ pub(super) struct Lane {
     pub(super) n_plane: u32,
     /// Number of its plane among the planes that divide k.
     pub(super) k_plane: u32,
+}
+
+/// A weight's packed rows, and the cubes that multiply by it.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Rows {
+    pub(super) n: u32,
+    /// Number of this cube among the cubes.
+    pub(super) cube: u32,
+    pub(super) cubes: u32,
 }
 
 /// Packed rows of an n tile.
@@ -56,24 +66,24 @@ pub(super) fn n_tile(tile: u32, lane: &Lane, #[comptime] plan: SmallM) -> NTile 
 
 /// Registers that a lane loads for a step.
 #[derive(CubeType)]
-pub(super) struct StepRegisters<W: Size, X: Size> {
+pub(super) struct StepRegisters<W: Size> {
     /// Two vectors of codes of both rows.
     pub(super) codes: Array<Vector<u32, W>>,
     /// The scales of their blocks, in a word.
     pub(super) scales: Array<u32>,
     /// The part of the input that the lane copies.
-    pub(super) input: Array<Vector<u32, X>>,
+    pub(super) input: Array<Vector<u32, W>>,
 }
 
-/// Loads a step from device memory. K tiles beyond the last repeat it. `up` is the other weight of
-/// SwiGLU.
+/// Loads the codes and scales of a step. K tiles beyond the last repeat it. `up` is the other
+/// weight of SwiGLU.
 #[cube]
-pub(super) fn load_step<F: Float, S: Int, W: Size, X: Size>(
-    operands: &Operands<F, S, W, X>,
+pub(super) fn load_codes<F: Float, S: Int, W: Size>(
+    operands: &Operands<F, S, W, W>,
     weight: &PackedIn<S, W>,
     up: &PackedIn<S, W>,
     n: u32,
-    loaded: &mut StepRegisters<W, X>,
+    loaded: &mut StepRegisters<W>,
     tile: u32,
     step: u32,
     lane: &Lane,
@@ -93,6 +103,19 @@ pub(super) fn load_step<F: Float, S: Int, W: Size, X: Size>(
         loaded.codes[comptime!(2 * to + 1)] = weight.codes[at * 2 + 1];
         loaded.scales[to] = u32::cast_from(weight.scales[at]);
     }
+}
+
+/// Loads the lane's copies of the input of a step.
+#[cube]
+pub(super) fn load_input<F: Float, S: Int, W: Size>(
+    operands: &Operands<F, S, W, W>,
+    loaded: &mut StepRegisters<W>,
+    step: u32,
+    lane: &Lane,
+    #[comptime] plan: SmallM,
+) {
+    let dims = &operands.dims;
+    let k_tile = min(step * plan.k_planes + lane.k_plane, dims.k_tiles - 1);
     #[unroll]
     for copy in 0..comptime!(plan.copies()) {
         let row = min(copied_row(lane, copy, plan), dims.m - 1);

@@ -10,7 +10,8 @@
 //!   added to the output.
 //! - Products with one input, such as queries, keys and values, become one launch if they have few
 //!   rows. A norm of one row that directly follows other products joins those after it, and so does
-//!   the SwiGLU of two: a layer of a decoder then takes six launches.
+//!   the SwiGLU of two: a layer of a decoder then takes six launches. In a captured graph the
+//!   groups from one attention to the next are links of one launch, on NVIDIA's Hopper: two.
 //! - A lookup of an embedding gathers the codes and scales of its rows, and dequantizes only these.
 //!
 //! A product is found only if no other operation waits in the stream, so a layer with a packed
@@ -44,7 +45,6 @@ use burn_cubecl::fusion::{
     CubeFuser, CubeFusionHandle, CubeOptimization, FallbackOperation, FusedOperation,
     OptimizationProvider, RegistryError, register,
 };
-use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::{FamilyPlan, Matmul, MatmulPlan};
@@ -52,7 +52,9 @@ use burn_fp4_search::Hadamard;
 
 use self::pattern::{Adapter, Member, Norm, Pattern, Product, Reader, Reshape, SwiGlu};
 use crate::devices::cube::device::{cube_device, may_multiply, takes_norms, with_products};
-use crate::devices::cube::matmul::{DENSE, FUSED, GROUPS, JOINED, LOOKUPS, NormTensors, Planner};
+use crate::devices::cube::matmul::{
+    DENSE, FUSED, GROUPS, JOINED, LOOKUPS, NormTensors, Planner, contiguous, launch_chain,
+};
 use crate::devices::cube::{matmul, queues};
 use crate::devices::extension::Fp4Backend;
 use crate::error::OpsError;
@@ -148,7 +150,13 @@ impl FusionObserver for Watch {
         });
     }
 
-    fn block_starts(&self, _block: BlockOperations<'_>) {}
+    fn block_starts(&self, block: BlockOperations<'_>) {
+        let first = block.iter().find(|operation| !matches!(operation, OperationIr::Drop(_)));
+        // These launch what waits themselves, if they are not links of it.
+        if first.is_some_and(|first| !pattern::may_begin(first)) {
+            launch_chain();
+        }
+    }
 
     fn block_ran(&self) {}
 }
@@ -320,7 +328,7 @@ impl FusedOperation for FusedProduct {
             }
         };
         let counter = counter.unwrap_or_else(|| {
-            (0..self.pattern.len).for_each(|at| fallback(at).run(context));
+            (0..self.pattern.len).for_each(|at| run_apart(at, context, fallback));
             &DENSE
         });
         counter.fetch_add(count as u64, Ordering::Relaxed);
@@ -417,9 +425,13 @@ impl FusedProduct {
                 continue;
             }
             let owner = planned.iter().flatten().find(|planned| planned.has(at));
-            let Some(owner) = owner.filter(|_| !of_output && !is_in(&self.pattern.reshapes, at))
-            else {
+            // It copies only what is not in contiguous memory, as what waits is.
+            if is_in(&self.pattern.reshapes, at) {
                 fallback(at).run(context);
+                continue;
+            }
+            let Some(owner) = owner.filter(|_| !of_output) else {
+                run_apart(at, context, fallback);
                 continue;
             };
             let product = owner.product;
@@ -441,17 +453,19 @@ impl FusedProduct {
             let values = run(owner, operands, output.shape.clone(), context, &self.device);
             context.handles.register_float_tensor::<CubeBackend>(&output.id, values);
             if product.add.is_some() && !owner.adds_bias {
-                fallback(at).run(context);
+                run_apart(at, context, fallback);
             }
         }
         if let Some(family) = &launch.family {
             multiply_family(family, launch, planned, of_family, context);
-            self.pattern.views.iter().for_each(|view| fallback(view.at).run(context));
+            self.pattern.views.iter().for_each(|view| run_apart(view.at, context, fallback));
         }
-        let swiglu = swiglu.filter(|_| launch.swiglu.is_none()).map(|swiglu| swiglu.at);
+        if let Some(swiglu) = swiglu.filter(|_| launch.swiglu.is_none()) {
+            run_apart(swiglu.at, context, fallback);
+        }
         let drops = self.pattern.drops.iter().map(|dropped| dropped.at);
         let drops = drops.filter(|&at| !launch.skips(&self.pattern, at));
-        swiglu.into_iter().chain(drops).for_each(|at| fallback(at).run(context));
+        drops.for_each(|at| fallback(at).run(context));
     }
 
     /// Dequantizes only the rows that are looked up. Returns `None` if blocks do not run along the
@@ -467,7 +481,8 @@ impl FusedProduct {
         let layout = layout(context, dequantize)?.of_rows(output.shape[0]).ok()?;
         let norm = self.pattern.norm.iter().map(|_| 0);
         let reshapes = self.pattern.reshapes.iter().map(|reshape| reshape.at);
-        norm.chain(reshapes).for_each(|at| fallback(at).run(context));
+        norm.chain(reshapes).for_each(|at| run_apart(at, context, fallback));
+        launch_chain();
         let rows = int(context, &select.indices);
         let packed = CubeBackend::fp4_select_rows(packed(context, dequantize), rows);
         let values = CubeBackend::fp4_dequantize(packed, layout, FloatDType::from(output.dtype));
@@ -477,11 +492,20 @@ impl FusedProduct {
     }
 }
 
+/// Runs an operation that is not fused, which may read what waits.
+fn run_apart(at: usize, context: &mut Streams, fallback: Fallback<'_>) {
+    launch_chain();
+    fallback(at).run(context);
+}
+
 /// Transforms the input `[.., k]` of a product.
 fn transformed(input: CubeTensor, hadamard: Option<Hadamard>) -> CubeTensor {
     let axis = input.meta.shape().num_dims() - 1;
     match hadamard {
-        Some(hadamard) => CubeBackend::fp4_hadamard(input, axis, hadamard, false),
+        Some(hadamard) => {
+            launch_chain();
+            CubeBackend::fp4_hadamard(input, axis, hadamard, false)
+        }
         None => input,
     }
 }
@@ -607,6 +631,7 @@ fn run(
     let transformed = transformed(input.clone(), planned.hadamard);
     let values = matmul::run(&planned.plan, transformed, weight, bias, shape.clone());
     let Some(adapter) = &planned.member.adapter else { return values };
+    launch_chain();
     let delta = multiply_adapter(adapter, input, planned.plan.matmul().k, context);
     let values = CubeBackend::float_add(values, CubeBackend::float_reshape(delta, shape));
     queues::submit_launches(device);
@@ -658,7 +683,7 @@ fn now(context: &Streams, tensor: &TensorIr) -> TensorIr {
 /// Takes a float tensor of this run, in contiguous memory.
 fn float(context: &mut Streams, tensor: &TensorIr) -> CubeTensor {
     let tensor = now(context, tensor);
-    into_contiguous(context.handles.get_float_tensor::<CubeBackend>(&tensor))
+    contiguous(context.handles.get_float_tensor::<CubeBackend>(&tensor))
 }
 
 /// Takes an int tensor of this run.

@@ -147,6 +147,12 @@ pub(super) struct Adapter {
     added: bool,
 }
 
+/// Returns true for the first operation of a pattern: a norm, or the dequantization of a weight.
+pub(super) fn may_begin(operation: &OperationIr) -> bool {
+    let OperationIr::Custom(custom) = operation else { return false };
+    [DEQUANTIZE, NORM, ADD_NORM].contains(&custom.id.as_str())
+}
+
 impl Pattern {
     /// Returns a pattern without operations.
     pub(super) fn new(takes_norms: bool) -> Self {

@@ -13,6 +13,7 @@ use burn_fp4_cubecl::{
 use burn_fp4_search::host::{AttentionShape, KvFormat, SampleOptions};
 
 use super::device::{decoder_capability, kernel_dtype, output_tensor, writable};
+use super::matmul::{counters, launch_chain};
 use super::{deterministic, queues};
 use crate::devices::decoder::{DecoderBackend, SampleBackend};
 
@@ -173,7 +174,9 @@ fn attend_to(
         output_tensor(&queries, handle, Shape::new(shape), queries.dtype)
     };
     if tokens == 1 {
-        let output = attend(client, &capability, operands, shape, rows, dtype);
+        let counters = counters(client);
+        let counters = counters.as_deref();
+        let output = attend(client, &capability, operands, shape, rows, dtype, counters);
         queues::submit_launches(&queries.device);
         return tensor(output.expect(CHECKED), [batch, tokens, heads, head_dim]);
     }
@@ -258,6 +261,7 @@ fn normalize(
     weight: CubeTensor,
     epsilon: f64,
 ) -> (Option<CubeTensor>, CubeTensor) {
+    launch_chain();
     let input = into_contiguous(input);
     let shape = input.meta.shape().clone();
     let channels = shape[shape.num_dims() - 1];

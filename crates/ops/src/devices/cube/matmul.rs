@@ -16,12 +16,19 @@
 //! it. They hold only weights with another owner, such as a model. Otherwise a run would find
 //! memory taken that the run before had freed, and would take other memory, which a capture cannot.
 //!
+//! # Chains
+//!
+//! Products of one row, with the norms and SwiGLUs that join them, wait while a graph is captured.
+//! Those that come in turn become links of one launch: see [`Chain`]. Whatever else may launch
+//! a kernel calls [`launch_chain`] before.
+//!
 //! Everything here happens on the thread that runs the stream of operations, which the runs and the
 //! capture have to themselves, so the notes are local to the thread. There are none while nothing
 //! is being captured.
 
-use core::cell::RefCell;
+use core::cell::{OnceCell, RefCell};
 use core::sync::atomic::{AtomicU64, Ordering};
+use std::rc::Rc;
 
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType, Shape};
@@ -31,8 +38,8 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::client::Client;
 use burn_fp4_cubecl::cubecl::server::Handle;
 use burn_fp4_cubecl::{
-    Capability, Dtype, FamilyPlan, Fp8Plan, Matmul, MatmulPlan, NormOperands, PackedHandles,
-    Prefetch, Refusal,
+    Capability, Chain, Counters, Dtype, FamilyLaunch, FamilyPlan, Fp8Plan, Matmul, MatmulPlan,
+    NormOperands, PackedHandles, Prefetch, Refusal,
 };
 use burn_fp4_search::{Fp4Scheme, ScaleRule};
 
@@ -129,6 +136,7 @@ pub(crate) fn run_in_fp8(
 ) -> CubeTensor {
     let rows = into_contiguous(rows).handle;
     let launch = |client: &Client, input, mut weights: Vec<WeightHandles>, _| {
+        launch_chain();
         let (weight, bias) = weights.pop().expect("one weight");
         plan.run(client, weight, rows, input, bias).map(|output| vec![output])
     };
@@ -137,7 +145,7 @@ pub(crate) fn run_in_fp8(
 }
 
 /// Runs a planned product, as a tensor of a shape. While a graph is captured it also prefetches the
-/// weight of the next product.
+/// weight of the next product, and one of one row may wait for other links of a chain.
 pub(crate) fn run(
     plan: &MatmulPlan,
     input: CubeTensor,
@@ -145,7 +153,13 @@ pub(crate) fn run(
     bias: Option<CubeTensor>,
     shape: Shape,
 ) -> CubeTensor {
+    let chained = is_capturing().then(|| Matmul::family(&[*plan.matmul()], plan.device()));
+    if let Some(family) = chained.flatten().filter(|family| family.first().m == 1) {
+        let mut outputs = run_family(&family, input, None, vec![(weight, bias)], vec![shape]);
+        return outputs.pop().expect("an output for each weight");
+    }
     let launch = |client: &Client, input, mut weights: Vec<WeightHandles>, next| {
+        launch_chain();
         let (weight, bias) = weights.pop().expect("one weight");
         plan.run(client, weight, input, bias, next).map(|output| vec![output])
     };
@@ -176,7 +190,9 @@ pub(crate) fn run_family(
         epsilon,
     });
     let launch = |client: &Client, input, weights, next| {
-        let found = family.run(client, weights, input, norm, next)?;
+        let launch = family.prepare(client, weights, input, norm, next)?;
+        let found = launch.outputs().clone();
+        launch_or_link(client, launch);
         Ok(found.outputs.into_iter().chain(found.sums).collect())
     };
     run_with(family.first(), input, weights, shapes, launch)
@@ -202,7 +218,7 @@ fn run_with(
     let dtype = FloatDType::from(input.dtype);
     let in_f32 = first.dtype != kernel_dtype(input.dtype);
     let cast = |tensor, dtype| if in_f32 { CubeBackend::float_cast(tensor, dtype) } else { tensor };
-    let read = |tensor| into_contiguous(cast(tensor, FloatDType::F32));
+    let read = |tensor| contiguous(cast(tensor, FloatDType::F32));
     let input = read(input);
     let weights: Vec<WeightHandles> = weights
         .into_iter()
@@ -218,11 +234,19 @@ fn run_with(
     outputs
 }
 
+/// Returns a tensor in contiguous memory.
+pub(crate) fn contiguous(tensor: CubeTensor) -> CubeTensor {
+    if !tensor.is_contiguous() {
+        launch_chain();
+    }
+    into_contiguous(tensor)
+}
+
 /// Returns the parts of a packed tensor in contiguous memory.
 pub(super) fn handles(packed: Fp4Primitive<CubeBackend>) -> PackedHandles {
     let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
-    let [codes, scales, tensor_scale] = [packed.codes, packed.scales, packed.tensor_scale]
-        .map(|tensor| into_contiguous(tensor).handle);
+    let [codes, scales, tensor_scale] =
+        [packed.codes, packed.scales, packed.tensor_scale].map(|tensor| contiguous(tensor).handle);
     PackedHandles { codes, scales, tensor_scale, tensor_scales }
 }
 
@@ -234,14 +258,66 @@ pub(super) fn scheme_of(layout: &Fp4Layout) -> Fp4Scheme {
 
 thread_local! {
     static NOTES: RefCell<Option<RunOrder<NotedWeight>>> = const { RefCell::new(None) };
+    /// Set while a graph is captured.
+    static CAPTURE: RefCell<Option<OnceCell<Capture>>> = const { RefCell::new(None) };
 }
 
-/// Notes the products of this thread for as long as it lives.
+/// Products that wait, and counters for launches, in memory that is written in the first run: a
+/// capture may not.
+struct Capture {
+    chain: Chain,
+    counters: Rc<Counters>,
+}
+
+impl Capture {
+    fn new(client: &Client) -> Self {
+        Self { chain: Chain::new(client), counters: Rc::new(Counters::new(client)) }
+    }
+}
+
+/// Returns true while a graph is captured on this thread.
+fn is_capturing() -> bool {
+    CAPTURE.with_borrow(Option::is_some)
+}
+
+/// Returns the counters for launches of the graph that is captured on this thread.
+pub(super) fn counters(client: &Client) -> Option<Rc<Counters>> {
+    CAPTURE.with_borrow(|capture| {
+        let capture = capture.as_ref()?;
+        Some(capture.get_or_init(|| Capture::new(client)).counters.clone())
+    })
+}
+
+/// Launches a family, or lets it wait for others if a graph is being captured.
+fn launch_or_link(client: &Client, family: FamilyLaunch) {
+    CAPTURE.with_borrow_mut(|capture| match capture {
+        Some(capture) if family.may_be_linked() => {
+            capture.get_or_init(|| Capture::new(client));
+            capture.get_mut().expect("just made").chain.add(family);
+        }
+        _ => {
+            let capture = capture.as_mut().and_then(OnceCell::get_mut);
+            capture.into_iter().for_each(|capture| capture.chain.launch());
+            family.run(client);
+        }
+    });
+}
+
+/// Launches what waits. Whatever launches kernels calls it first.
+pub(crate) fn launch_chain() {
+    CAPTURE.with_borrow_mut(|capture| {
+        let capture = capture.as_mut().and_then(OnceCell::get_mut);
+        capture.into_iter().for_each(|capture| capture.chain.launch());
+    });
+}
+
+/// Notes the products of this thread for as long as it lives, and lets them wait for each other.
 pub(super) struct Notes(());
 
 impl Notes {
     pub(super) fn begin() -> Self {
         NOTES.set(Some(RunOrder::default()));
+        CAPTURE.set(Some(OnceCell::new()));
         Self(())
     }
 
@@ -254,6 +330,7 @@ impl Notes {
 impl Drop for Notes {
     fn drop(&mut self) {
         NOTES.set(None);
+        CAPTURE.set(None);
     }
 }
 

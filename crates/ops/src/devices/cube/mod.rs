@@ -41,7 +41,7 @@ use self::device::{
     capability, computes_with_bytes, contiguous, has_kernels, kernel_dtype, output_tensor, words,
     writable,
 };
-use self::matmul::{DENSE, FUSED, GROUPS, handles, scheme_of};
+use self::matmul::{DENSE, FUSED, GROUPS, handles, launch_chain, scheme_of};
 use super::extension::Fp4Backend;
 use super::portable;
 use super::portable::bias::add_bias;
@@ -294,6 +294,7 @@ impl Fp4Backend for CubeBackend {
         layout: Fp4Layout,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
+        launch_chain();
         if let Some(hadamard) = layout.hadamard {
             return portable::dequantize_transformed::<Self>(packed, layout, hadamard, dtype);
         }

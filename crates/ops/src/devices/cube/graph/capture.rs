@@ -8,7 +8,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fp4_cubecl::cubecl::MemoryScope;
 
 use super::super::device::{copy, write};
-use super::super::matmul::Notes;
+use super::super::matmul::{Notes, launch_chain};
 use super::super::queues;
 use super::constants::{Constants, Run};
 use super::memory::{
@@ -164,7 +164,9 @@ impl PassRuns<'_> {
         let (state, outputs) = self.constants.during(run, || (self.pass)(state, inputs));
         // Outputs first: one that is also kept as state has two owners then, in every run.
         let outputs = resolve_all(self.device, outputs)?;
-        Ok(RunResult { state: resolve_all(self.device, state)?, outputs })
+        let result = RunResult { state: resolve_all(self.device, state)?, outputs };
+        launch_chain();
+        Ok(result)
     }
 }
 

@@ -1,0 +1,150 @@
+//! Copies of `small_m.rs` for one row of the input: steps of a plane in shared memory.
+//!
+//! ```text
+//! a slot of a plane:   16 rows of codes, eight vectors each     the input of the k tile
+//!                      16 rows of scales, four words each       (if it is not normalized)
+//! ```
+//!
+//! The copies are asynchronous. A plane has as many slots as the pipeline has stages: one step is
+//! multiplied while the others arrive. Code is short, as all slots share it: a cube runs most of it
+//! only once or twice, and waits for instructions that come from device memory.
+
+use cubecl::prelude::*;
+
+use super::operands::Operands;
+use super::plan::{SMALL_M_K_TILE, SmallM};
+use super::small_m_input::{K_TILE_VECTORS, ROW_STRIDE_PADDED, ZERO_VECTORS, place_in_row};
+use super::small_m_load::{Lane, n_tile};
+use crate::instructions::WgmmaInstructions;
+use crate::memory::PackedIn;
+
+/// Returns the vectors of the codes of all slots, and of the zeros, of one row.
+pub(super) fn slot_vectors(plan: &SmallM) -> u32 {
+    if plan.is_row() { plan.stages * plan.k_planes * STEP_CODES + ZERO_VECTORS } else { 0 }
+}
+
+/// Returns the words of scales of the slots of one row.
+pub(super) fn scale_words(plan: &SmallM) -> u32 {
+    if plan.is_row() { plan.stages * plan.k_planes * 64 } else { 0 }
+}
+
+/// Vectors of the codes of a plane's step: 16 rows of eight.
+pub(super) const STEP_CODES: u32 = 16 * ROW_CODES;
+/// Vectors of the codes of a row in a k tile.
+pub(super) const ROW_CODES: u32 = 8;
+
+/// Slots of a cube in shared memory. Those of inputs begin at its start.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Slots {
+    /// The first vector of the codes.
+    pub(super) codes: u32,
+    /// Address of the vectors.
+    pub(super) address: u32,
+    /// Address of the scales.
+    pub(super) scale_address: u32,
+}
+
+/// Returns the place of a vector of a row's codes among those of a step. Rows are next to each
+/// other; vectors of every second one change places, so that the lanes of two rows are in different
+/// banks.
+#[cube]
+pub(super) fn place_of_codes(row: u32, vector: u32) -> u32 {
+    row * ROW_CODES + (vector ^ (row & 1u32))
+}
+
+/// Starts to copy the codes and scales of a step to a slot of the lane's plane. K tiles beyond the
+/// last repeat it. `up` is the other weight of SwiGLU. Lanes that are next to each other copy
+/// vectors that are.
+#[cube]
+pub(super) fn copy_codes<C: WgmmaInstructions, F: Float, S: Int, W: Size>(
+    operands: &Operands<F, S, W, W>,
+    weight: &PackedIn<S, W>,
+    up: &PackedIn<S, W>,
+    n: u32,
+    shared: &mut [Vector<u32, W>],
+    scales: &mut [S],
+    slots: &Slots,
+    slot: u32,
+    tile: u32,
+    step: u32,
+    lane: &Lane,
+    #[comptime] plan: SmallM,
+) {
+    let k_tiles = operands.dims.k_tiles;
+    let first = n_tile(tile, lane, plan).first;
+    let k_tile = min(step * plan.k_planes + lane.k_plane, k_tiles - 1);
+    let (row, vector) = (lane.lane / ROW_CODES, lane.lane % ROW_CODES);
+    let to = slots.codes + slot * STEP_CODES + place_of_codes(row, vector);
+    #[unroll]
+    for quarter in 0..4u32 {
+        let weight = if comptime!(plan.gated && quarter >= 2) { up } else { weight };
+        let below = comptime!(if plan.gated { 4 * (quarter % 2) } else { 4 * quarter });
+        let at = min(first + below + row, n - 1) * k_tiles + k_tile;
+        C::copy::<Vector<u32, W>>(
+            true.runtime(),
+            shared,
+            slots.address,
+            to + comptime!(4 * quarter * ROW_CODES),
+            weight.codes,
+            at * ROW_CODES + vector,
+            1u32,
+            16u32,
+        );
+    }
+    // Block scales of a row in a k tile are four words, which a lane copies.
+    let bytes = comptime!(SMALL_M_K_TILE as u32 / operands.blueprint.block_size);
+    let to = slot * 16 + lane.lane;
+    if comptime!(plan.gated) {
+        let at = min(first + lane.lane % 8, n - 1) * k_tiles + k_tile;
+        C::copy::<S>(
+            lane.lane < 8,
+            scales,
+            slots.scale_address,
+            to,
+            weight.scales,
+            at,
+            4u32,
+            bytes,
+        );
+        let wanted = lane.lane / 8 == 1;
+        C::copy::<S>(wanted, scales, slots.scale_address, to, up.scales, at, 4u32, bytes);
+    } else {
+        let at = min(first + lane.lane, n - 1) * k_tiles + k_tile;
+        C::copy::<S>(
+            lane.lane < 16,
+            scales,
+            slots.scale_address,
+            to,
+            weight.scales,
+            at,
+            4u32,
+            bytes,
+        );
+    }
+}
+
+/// Starts to copy the lane's part of the input of a step to a slot of its plane.
+#[cube]
+pub(super) fn copy_input<C: WgmmaInstructions, F: Float, S: Int, W: Size>(
+    operands: &Operands<F, S, W, W>,
+    shared: &mut [Vector<u32, W>],
+    slots: &Slots,
+    slot: u32,
+    step: u32,
+    lane: &Lane,
+    #[comptime] plan: SmallM,
+) {
+    let k_tile = min(step * plan.k_planes + lane.k_plane, operands.dims.k_tiles - 1);
+    let to = slot * ROW_STRIDE_PADDED + place_in_row(lane.lane);
+    let from = k_tile * K_TILE_VECTORS + lane.lane;
+    C::copy::<Vector<u32, W>>(
+        true.runtime(),
+        shared,
+        slots.address,
+        to,
+        operands.input,
+        from,
+        1u32,
+        16u32,
+    );
+}

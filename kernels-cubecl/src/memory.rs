@@ -45,7 +45,7 @@ impl Problem {
     }
 }
 
-/// Counters in device memory, by which cubes of a launch know that others have ended. They are 0
+/// Counters in device memory, with which cubes of a launch know that others have ended. They are 0
 /// between launches, and only one launch at a time may have them: launches of one thread, which
 /// follow each other.
 ///

@@ -242,7 +242,7 @@ struct Plan {
     head_dim: u32,
     /// Channels of a vector.
     vector: u32,
-    /// Units per channel of the cube that adds the tiles.
+    /// Parts of the tiles that are added apart: a unit per channel for each in the second launch.
     parts: u32,
     /// True if units take the token's own key and value from shared memory and the operands: on
     /// wgpu a barrier does not order the cache's memory.
@@ -463,7 +463,7 @@ fn launch<F: Float, C: Numeric, S: Int>(
     }
 }
 
-/// What the last cube of its queries needs to add their tiles.
+/// Output and counters of the cube that adds the tiles.
 #[derive(CubeType, CubeLaunch)]
 struct Joined<F: Float> {
     output: &'static mut [F],
@@ -770,7 +770,7 @@ fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
         for place in 1..step {
             sum += shared[(comptime!(place * output_stride) + at) as usize];
         }
-        // In the order of shared memory: the next kernel puts channels in their places.
+        // In the order of shared memory: what adds the tiles puts channels in their places.
         let (row, slot) = (at / head_dim, at % head_dim);
         let to = ((first_query + row) * tiles + CUBE_POS_X) * head_dim + slot;
         partial[to as usize] = sum;

@@ -231,13 +231,14 @@ fn largest_key<F: Float, N: Size>(
         for turn in 0..comptime!(16u32.div_ceil(planes)) {
             let digit = min(UNIT_POS / plane + comptime!(turn * planes), 15u32);
             let mut sum = 0.0f32.runtime();
+            let lane = UNIT_POS % plane;
             for group in 0..planes {
-                sum += sums[(digit * stride + group * plane + UNIT_POS % plane) as usize];
+                sum += sums[(digit * stride + group * plane + lane) as usize];
             }
             if comptime!(plane > 1) {
                 sum = plane_sum(sum);
             }
-            if UNIT_POS % plane == 0 {
+            if lane == 0 {
                 of_digits[digit as usize] = sum;
             }
         }
@@ -263,9 +264,6 @@ fn largest_key<F: Float, N: Size>(
         // Without enough mass, which only rounding can cause, all logits reach digit 0.
         needed = select(done, needed - above, f32::max_value());
         prefix = (prefix << 4u32) | found;
-        if comptime!(units > 1) {
-            sync_cube();
-        }
     }
     prefix << comptime!(32 - 4 * digits)
 }

@@ -46,8 +46,8 @@ pub(crate) trait MmaInstructions: Send + Sync + 'static {
     /// Waits for the units of the plane.
     fn sync_plane();
 
-    /// Asks for so few registers that a number of cubes run at once on a multiprocessor, where the
-    /// compiler can be asked.
+    /// Limits registers to as many as let a number of cubes run at once on a multiprocessor, where
+    /// the compiler can be told.
     fn limit_registers(#[comptime] cubes: u32);
 
     /// Returns true if a condition holds for a unit of the plane. `scratch` is as above.

@@ -821,7 +821,7 @@ fn load_in_place(from: &[u32], at: u32) -> u32 {
     })
 }
 
-/// Asks for so few registers that a number of cubes run at once on a multiprocessor.
+/// Limits registers to as many as let a number of cubes run at once on a multiprocessor.
 #[cube]
 fn cubes_at_once(#[comptime] cubes: usize) {
     intrinsic!(|scope| {

@@ -69,7 +69,7 @@ impl Chain {
         }
     }
 
-    /// Launches what waits.
+    /// Launches the families that wait.
     pub fn launch(&mut self) {
         let waiting = core::mem::take(&mut self.waiting);
         FamilyLaunch::run_linked(&self.client, waiting, self.counters.handle());

@@ -335,7 +335,8 @@ impl FamilyPlan {
         // Planes add the squares; where matrix instructions are emulated there are none.
         let norm = norm.filter(|_| self.first.m == 1 && self.launch.scratch == 0)?;
         // Each cube repeats the norm: no more of them than run at once.
-        let cubes = self.device.cubes / 4 * ROW_CUBES;
+        let at_once = if self.device.wgmma.is_native() { ROW_CUBES } else { 2 };
+        let cubes = self.device.cubes / 4 * at_once;
         let launch = SmallM { norm: Some(norm), cubes, ..self.launch };
         Some(Self { launch, ..self.clone() })
     }
@@ -405,7 +406,7 @@ impl FamilyPlan {
     /// [`Chain`](super::Chain). The outputs have memory, and no values yet.
     ///
     /// # Errors
-    /// Those of [`run`](Self::run).
+    /// Same as [`run`](Self::run).
     pub fn prepare(
         &self,
         client: &Client,

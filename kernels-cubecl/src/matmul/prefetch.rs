@@ -17,8 +17,9 @@
 //! Resident cubes read their rows side by side from k = 0 on. So if a weight is larger than the
 //! prefetch, the first part of the rows that are read first is prefetched.
 //!
-//! A matmul prefetches right after its first loads. If its own weight is larger than the prefetch,
-//! it would evict the prefetched part again, so that it prefetches with its last loads.
+//! A matmul prefetches after its first loads; with one row of the input also after its norm. If its
+//! own weight is larger than the prefetch, it would evict the prefetched part again, so that it
+//! prefetches with its last loads.
 
 use cubecl::prelude::*;
 

@@ -417,7 +417,7 @@ fn multiply_rows<I: MmaInstructions, F: Float, S: Int, W: Size>(
         let mut next = StepRegisters::<W> {
             codes: Array::<Vector<u32, W>>::new(comptime!(2 * ROWS_PER_LANE as usize)),
             scales: Array::<u32>::new(comptime!(ROWS_PER_LANE as usize)),
-            input: Array::<Vector<u32, W>>::new(comptime!(plan.copies().max(1) as usize)),
+            input: Array::<Vector<u32, W>>::new(comptime!(plan.copies() as usize)),
         };
         load_codes::<F, S, W>(operands, weight, up, n, &mut next, load_tile, load_at, lane, plan);
         load_input::<F, S, W>(operands, &mut next, load_at, lane, plan);
@@ -432,7 +432,7 @@ fn multiply_rows<I: MmaInstructions, F: Float, S: Int, W: Size>(
     // Input of a k tile, and of the k tiles of a step.
     let buffer = comptime!(tile_m * ROW_STRIDE_PADDED);
     let step_buffer = comptime!(k_planes * buffer);
-    prefetch_next(&operands.prefetch, place.cube, place.cubes, comptime!(false));
+    prefetch_next(&operands.prefetch, place.cube, place.cubes, false);
 
     // Before the loop: outputs would wait for them.
     let blueprint = comptime!(operands.blueprint);
@@ -453,7 +453,7 @@ fn multiply_rows<I: MmaInstructions, F: Float, S: Int, W: Size>(
     while done < end {
         // The rest of this matmul's own weight is in flight.
         if done + plan.stages >= end {
-            prefetch_next(&operands.prefetch, place.cube, place.cubes, comptime!(true));
+            prefetch_next(&operands.prefetch, place.cube, place.cubes, true);
         }
         // Unrolled: each stage has registers of its own, and nothing is moved between them.
         #[unroll]
@@ -602,5 +602,36 @@ fn multiply<I: MmaInstructions, F: Float, S: Int, W: Size>(
                 I::multiply::<F>(&weights, &registers, sums, staged, plan.staged_sums());
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fp4_search::formats::Fp4Format;
+
+    use super::super::plan::{MAX_SMALL_M, NormPlan};
+    use super::*;
+    use crate::plan::{Dtype, GPU};
+
+    /// Cards such as A10 and RTX 4090 have 99 KiB of shared memory for a cube.
+    #[test]
+    fn inputs_codes_and_sums_fit_the_shared_memory_of_small_cards() {
+        let mut planned = 0;
+        for m in 1..=MAX_SMALL_M {
+            for (n, k) in [(20, 256), (4096, 4096), (8192, 8192), (8192, 17408), (65536, 256)] {
+                let (format, dtype) = (Fp4Format::NvFp4, Dtype::Bf16);
+                let matmul = Matmul { m, n, k, format, block_size: 16, dtype };
+                let Ok(plan) = matmul.small_m_launch(&GPU) else { continue };
+                let norm = NormPlan::of(k, plan.units(), true).filter(|_| m == 1);
+                for plan in [plan, SmallM { norm, ..plan }] {
+                    planned += 1;
+                    let vectors = input_vectors(&plan) + slot_vectors(&plan);
+                    let words = scale_words(&plan) + plan.staged_values();
+                    let bytes = 16 * vectors + 4 * words;
+                    assert!(bytes <= 99 << 10, "{m} x {n} x {k}: {bytes} bytes, {plan:?}");
+                }
+            }
+        }
+        assert!(planned > 50, "{planned} plans");
     }
 }

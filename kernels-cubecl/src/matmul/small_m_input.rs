@@ -30,8 +30,8 @@ pub(super) const QUARTER_STRIDE_PADDED: u32 = K_TILE_VECTORS / 4 + 1;
 /// Vectors between the rows of the input in shared memory.
 pub(super) const ROW_STRIDE_PADDED: u32 = 4 * QUARTER_STRIDE_PADDED;
 
-/// Returns the vectors of the input in shared memory: a whole normalized row, or the k tiles of two
-/// steps; and the zeros for one row.
+/// Returns the vectors of the input in shared memory: a whole normalized row, or the k tiles of all
+/// stages for one row, or those of two steps.
 pub(super) fn input_vectors(plan: &SmallM) -> u32 {
     let k_tiles = match plan.norm {
         Some(norm) => norm.vectors / K_TILE_VECTORS,
@@ -108,7 +108,7 @@ pub(super) const FACTOR_AT: u32 = K_TILE_VECTORS / 4;
 /// Vectors of zeros: what a lane reads of a k tile of the input.
 pub(super) const ZERO_VECTORS: u32 = K_TILE_VECTORS / 4;
 
-/// Writes the zeros behind the input in shared memory.
+/// Writes the zeros at the end of shared memory.
 #[cube]
 pub(super) fn share_zeros<X: Size>(shared: &mut [Vector<u32, X>]) {
     if UNIT_POS < ZERO_VECTORS {

@@ -1,10 +1,10 @@
-//! What the links of a chain in `small_m.rs` do to wait for each other. Each may read what those
-//! before have made.
+//! Synchronization between the links of a chain in `small_m.rs`. Each may read outputs of those
+//! before.
 //!
 //! ```text
 //! cubes:     first link | second link      | third link
 //! they start in the order of their numbers; some of the second link when some of the first end
-//!     load codes of the first steps, prefetch what follows            (load_codes, prefetch_rows)
+//!     start to copy codes of the first steps                          (copy_codes)
 //!     wait until all cubes of the link before have counted themselves (wait_for_link)
 //!     copy the input, multiply, store
 //!     count this cube; the last of all sets the counters back to 0    (end_in_link)
@@ -35,7 +35,7 @@ pub(super) struct LinkCube {
     pub(super) before: u32,
 }
 
-/// Waits until all cubes of a link, so many, have ended. All units of this cube then see their
+/// Waits until all `cubes` cubes of a link have ended. All units of this cube then see their
 /// outputs, if [`load_made`] loads them.
 #[cube]
 pub(super) fn wait_for_link(counters: &[u32], link: u32, cubes: u32) {
@@ -45,8 +45,8 @@ pub(super) fn wait_for_link(counters: &[u32], link: u32, cubes: u32) {
     sync_cube();
 }
 
-/// Counts a cube of a link of so many, which has stored its outputs. `links` is the number of links
-/// for the last one, and 0 for others.
+/// Counts a cube of a link of `cubes` cubes, which has stored its outputs. `links` is the number of
+/// links for the last one, and 0 for others.
 #[cube]
 #[allow(clippy::collapsible_if, reason = "outer conditions are those of the compilation")]
 pub(super) fn end_in_link(counters: &mut [u32], link: u32, cubes: u32, #[comptime] links: u32) {

@@ -39,7 +39,9 @@ use super::small_m_input::{
 };
 use super::small_m_link::{LinkCube, wait_for_link};
 use super::small_m_load::{Lane, ROWS_PER_LANE, Rows, n_tile};
-use super::small_m_slots::{ROW_CODES, STEP_CODES, Slots, copy_codes, copy_input, place_of_codes};
+use super::small_m_slots::{
+    ROW_CODES, ROW_SCALES, STEP_CODES, STEP_SCALES, Slots, copy_codes, copy_input, place_of_codes,
+};
 use super::small_m_store::{TensorScales, stage_row, store_sums};
 use crate::instructions::{MmaInstructions, Pair, WgmmaInstructions};
 use crate::memory::PackedIn;
@@ -104,12 +106,12 @@ pub(super) fn multiply_row<
     sums[0] = Vector::new(0.0f32);
     sums[1] = Vector::new(0.0f32);
     let end = (tiles - rows.cube).div_ceil(grid) * steps;
-    // Of the steps that are copied, and of those that are multiplied.
+    // Next step to copy, and step to multiply.
     let mut load_tile = rows.cube;
     let mut load_at = 0u32.runtime();
     let mut tile = rows.cube;
     let mut step = 0u32.runtime();
-    // Of this plane.
+    // Slot of this plane.
     let mut slot = lane.k_plane;
     // Two places for the sums of an n tile take turns: planes write to one while others read.
     let mut staged_from = 0u32.runtime();
@@ -134,7 +136,7 @@ pub(super) fn multiply_row<
                     blueprint,
                 );
             } else if comptime!(waits) {
-                // Of the steps whose codes are on their way.
+                // Steps whose codes are on their way.
                 let mut ahead = 0u32.runtime();
                 let mut of_step = 0u32.runtime();
                 let mut of_slot = lane.k_plane;
@@ -182,7 +184,7 @@ pub(super) fn multiply_row<
                 add_products::<I, C, F, S, W>(
                     codes,
                     &*scales,
-                    slot * 64,
+                    slot * STEP_SCALES,
                     from,
                     &*shared,
                     slots.address,
@@ -202,9 +204,9 @@ pub(super) fn multiply_row<
                 plan,
             );
             if comptime!(plan.norm.is_none()) {
-                if comptime!(!waits) {
-                    copy_input::<C, F, S, W>(operands, shared, &slots, slot, load_at, lane, plan);
-                } else if turn >= stages {
+                // A link that waits copies the first ones then.
+                let first = if comptime!(waits) { stages } else { 0u32 };
+                if turn >= first {
                     copy_input::<C, F, S, W>(operands, shared, &slots, slot, load_at, lane, plan);
                 }
             }
@@ -247,10 +249,10 @@ pub(super) fn multiply_row<
 }
 
 /// Adds the products of a k tile to the sums, of the first and of the other 16 codes of vectors.
-/// `from` is the start of its input in shared memory.
+/// Its codes, scales and input begin at `codes_from`, `scales_from` and `from` in shared memory.
 #[cube]
 fn add_products<I: MmaInstructions, C: WgmmaInstructions, F: Float, S: Int, X: Size>(
-    slot: u32,
+    codes_from: u32,
     scales: &[S],
     scales_from: u32,
     from: u32,
@@ -272,20 +274,20 @@ fn add_products<I: MmaInstructions, C: WgmmaInstructions, F: Float, S: Int, X: S
     let part = from + lane.part * QUARTER_STRIDE_PADDED;
     let first = select(lane.quad == 2 * lane.part, part, zeros);
     let other = select(lane.quad == 2 * lane.part + 1, part, zeros);
-    let mut of_rows = Array::<u32>::new(comptime!(ROWS_PER_LANE as usize));
+    let mut scales_of_rows = Array::<u32>::new(comptime!(ROWS_PER_LANE as usize));
     #[unroll]
     for row in 0..ROWS_PER_LANE {
-        let at = scales_from + (lane.quad + comptime!(8 * row)) * 4 + lane.part;
-        of_rows[row as usize] = u32::cast_from(scales[at as usize]);
+        let at = scales_from + (lane.quad + comptime!(8 * row)) * ROW_SCALES + lane.part;
+        scales_of_rows[row as usize] = u32::cast_from(scales[at as usize]);
     }
-    // Of the vectors of codes that a lane has of a row.
-    let place = slot + place_of_codes(lane.quad, 2 * lane.part);
+    // The codes of this lane.
+    let codes_at = codes_from + place_of_codes(lane.quad, 2 * lane.part);
     #[unroll]
     for vector in 0..2u32 {
         let mut codes = Array::<Vector<u32, X>>::new(comptime!(ROWS_PER_LANE as usize));
         #[unroll]
         for row in 0..ROWS_PER_LANE {
-            let at = if comptime!(vector == 0) { place } else { place ^ 1u32 };
+            let at = if comptime!(vector == 0) { codes_at } else { codes_at ^ 1u32 };
             let offset = comptime!(8 * row * ROW_CODES);
             codes[row as usize] = C::load_shared::<X>(shared, address, at, offset);
         }
@@ -325,7 +327,7 @@ fn add_products<I: MmaInstructions, C: WgmmaInstructions, F: Float, S: Int, X: S
         }
         #[unroll]
         for row in 0..ROWS_PER_LANE {
-            let scales = scales_of::<I>(of_rows[row as usize], vector, blueprint);
+            let scales = scales_of::<I>(scales_of_rows[row as usize], vector, blueprint);
             let products = products[row as usize] * Vector::new(restored);
             sums[row as usize] = fma(products, scales, sums[row as usize]);
         }

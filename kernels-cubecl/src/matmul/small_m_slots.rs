@@ -5,9 +5,10 @@
 //!                      16 rows of scales, four words each       (if it is not normalized)
 //! ```
 //!
-//! The copies are asynchronous. A plane has as many slots as the pipeline has stages: one step is
-//! multiplied while the others arrive. Code is short, as all slots share it: a cube runs most of it
-//! only once or twice, and waits for instructions that come from device memory.
+//! The copies are asynchronous on compute capability 9.0. A plane has as many slots as the pipeline
+//! has stages: one step is multiplied while the others arrive. Code is short, as all slots share
+//! it: a cube runs most of it only once or twice, and waits for instructions that come from device
+//! memory.
 
 use cubecl::prelude::*;
 
@@ -25,11 +26,17 @@ pub(super) fn slot_vectors(plan: &SmallM) -> u32 {
 
 /// Returns the words of scales of the slots of one row.
 pub(super) fn scale_words(plan: &SmallM) -> u32 {
-    if plan.is_row() { plan.stages * plan.k_planes * 64 } else { 0 }
+    if plan.is_row() { plan.stages * plan.k_planes * STEP_SCALES } else { 0 }
 }
 
-/// Vectors of the codes of a plane's step: 16 rows of eight.
-pub(super) const STEP_CODES: u32 = 16 * ROW_CODES;
+/// Packed rows of a plane's step.
+const STEP_ROWS: u32 = 16;
+/// Words of the scales of a row in a k tile.
+pub(super) const ROW_SCALES: u32 = 4;
+/// Words of the scales of a plane's step.
+pub(super) const STEP_SCALES: u32 = STEP_ROWS * ROW_SCALES;
+/// Vectors of the codes of a plane's step.
+pub(super) const STEP_CODES: u32 = STEP_ROWS * ROW_CODES;
 /// Vectors of the codes of a row in a k tile.
 pub(super) const ROW_CODES: u32 = 8;
 
@@ -93,7 +100,7 @@ pub(super) fn copy_codes<C: WgmmaInstructions, F: Float, S: Int, W: Size>(
     }
     // Block scales of a row in a k tile are four words, which a lane copies.
     let bytes = comptime!(SMALL_M_K_TILE as u32 / operands.blueprint.block_size);
-    let to = slot * 16 + lane.lane;
+    let to = slot * STEP_ROWS + lane.lane;
     if comptime!(plan.gated) {
         let at = min(first + lane.lane % 8, n - 1) * k_tiles + k_tile;
         C::copy::<S>(
@@ -103,11 +110,11 @@ pub(super) fn copy_codes<C: WgmmaInstructions, F: Float, S: Int, W: Size>(
             to,
             weight.scales,
             at,
-            4u32,
+            ROW_SCALES,
             bytes,
         );
         let wanted = lane.lane / 8 == 1;
-        C::copy::<S>(wanted, scales, slots.scale_address, to, up.scales, at, 4u32, bytes);
+        C::copy::<S>(wanted, scales, slots.scale_address, to, up.scales, at, ROW_SCALES, bytes);
     } else {
         let at = min(first + lane.lane, n - 1) * k_tiles + k_tile;
         C::copy::<S>(
@@ -117,7 +124,7 @@ pub(super) fn copy_codes<C: WgmmaInstructions, F: Float, S: Int, W: Size>(
             to,
             weight.scales,
             at,
-            4u32,
+            ROW_SCALES,
             bytes,
         );
     }

@@ -1,5 +1,4 @@
-//! Outputs of `small_m.rs`: the sums of the planes of a cube in shared memory, and what becomes of
-//! them.
+//! Outputs of `small_m.rs`: the sums of the planes of a cube in shared memory, and the epilogue.
 
 use cubecl::prelude::*;
 

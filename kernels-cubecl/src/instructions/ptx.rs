@@ -2,7 +2,8 @@
 //!
 //! CubeCL's compiler has neither asynchronous copies nor the matrix instructions of a warpgroup.
 //! The operations here are lowered to inline assembly instead. `wgmma.rs` and `mma.rs` define them;
-//! [`prefetch_l2`] is for `matmul/prefetch.rs`.
+//! [`prefetch_l2`] is for `matmul/prefetch.rs`, [`arrive`] and [`await_count`] for launches whose
+//! cubes wait for each other.
 //!
 //! The descriptor of B has 64 bits, with addresses and distances in units of 16 bytes:
 //!

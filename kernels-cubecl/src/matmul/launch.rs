@@ -109,8 +109,7 @@ impl MatmulPlan {
                     blueprint,
                     plan,
                 };
-                let counters = link.handles.input.clone();
-                launch_small_m(client, device, vec![link], counters);
+                launch_small_m(client, device, vec![link], None);
             }
             Kernel::Wgmma(plan) => {
                 let launch = match (device.wgmma, dtype == Dtype::Bf16) {
@@ -234,10 +233,17 @@ fn small_m_of<I: MmaInstructions, C: WgmmaInstructions>(matmul: &Matmul) -> Laun
     }
 }
 
-/// Launches `small_m.rs` for links of one kind, with the instructions that the plans are for. A
-/// single link does not read the counters.
-fn launch_small_m(client: &Client, device: &Capability, links: Vec<LinkHandles>, counters: Handle) {
+/// Launches `small_m.rs` for links of one kind, with the instructions that the plans are for.
+/// Several links need counters.
+fn launch_small_m(
+    client: &Client,
+    device: &Capability,
+    links: Vec<LinkHandles>,
+    counters: Option<Handle>,
+) {
     let Some(first) = links.first() else { return };
+    // A single link does not read them.
+    let counters = counters.unwrap_or_else(|| first.handles.input.clone());
     let launch = match (first.plan.scratch, device.wgmma) {
         #[cfg(feature = "cuda")]
         (0, WgmmaSupport::Ptx) => small_m_of::<PtxMma, PtxWgmma>(&first.matmul),
@@ -495,8 +501,7 @@ impl FamilyLaunch {
 
     /// Launches the kernel.
     pub fn run(self, client: &Client) {
-        let counters = self.link.handles.input.clone();
-        launch_small_m(client, &self.device, vec![self.link], counters);
+        launch_small_m(client, &self.device, vec![self.link], None);
     }
 
     /// Returns true if the family may be a link of a [`Chain`](super::Chain).
@@ -534,7 +539,7 @@ impl FamilyLaunch {
         let device = families[last].device;
         let mut links: Vec<_> = families.into_iter().map(|family| family.link).collect();
         links[..last].iter_mut().for_each(|link| link.handles.prefetch = None);
-        launch_small_m(client, &device, links, counters);
+        launch_small_m(client, &device, links, Some(counters));
     }
 }
 

@@ -36,7 +36,7 @@ pub(super) struct LinkCube {
 }
 
 /// Waits until all `cubes` cubes of a link have ended. All units of this cube then see their
-/// outputs, if [`load_made`] loads them.
+/// outputs, by [`load_made`] or in asynchronous copies.
 #[cube]
 pub(super) fn wait_for_link(counters: &[u32], link: u32, cubes: u32) {
     if UNIT_POS == 0 {

@@ -53,7 +53,7 @@ use burn_fp4_search::Hadamard;
 use self::pattern::{Adapter, Member, Norm, Pattern, Product, Reader, Reshape, SwiGlu};
 use crate::devices::cube::device::{cube_device, may_multiply, takes_norms, with_products};
 use crate::devices::cube::matmul::{
-    DENSE, FUSED, GROUPS, JOINED, LOOKUPS, NormTensors, Planner, contiguous, launch_chain,
+    DENSE, FUSED, GROUPS, JOINED, LOOKUPS, NormTensors, Planner, contiguous_in_order, launch_chain,
 };
 use crate::devices::cube::{matmul, queues};
 use crate::devices::extension::Fp4Backend;
@@ -683,7 +683,7 @@ fn now(context: &Streams, tensor: &TensorIr) -> TensorIr {
 /// Takes a float tensor of this run, in contiguous memory.
 fn float(context: &mut Streams, tensor: &TensorIr) -> CubeTensor {
     let tensor = now(context, tensor);
-    contiguous(context.handles.get_float_tensor::<CubeBackend>(&tensor))
+    contiguous_in_order(context.handles.get_float_tensor::<CubeBackend>(&tensor))
 }
 
 /// Takes an int tensor of this run.

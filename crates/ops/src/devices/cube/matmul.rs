@@ -19,8 +19,8 @@
 //! # Chains
 //!
 //! Products of one row, with the norms and SwiGLUs that join them, wait while a graph is captured.
-//! Those that come in turn become links of one launch: see [`Chain`]. Whatever else may launch
-//! a kernel calls [`launch_chain`] before.
+//! Consecutive ones become links of one launch: see [`Chain`]. Code that may launch another kernel
+//! calls [`launch_chain`] before.
 //!
 //! Everything here happens on the thread that runs the stream of operations, which the runs and the
 //! capture have to themselves, so the notes are local to the thread. There are none while nothing
@@ -218,7 +218,7 @@ fn run_with(
     let dtype = FloatDType::from(input.dtype);
     let in_f32 = first.dtype != kernel_dtype(input.dtype);
     let cast = |tensor, dtype| if in_f32 { CubeBackend::float_cast(tensor, dtype) } else { tensor };
-    let read = |tensor| contiguous(cast(tensor, FloatDType::F32));
+    let read = |tensor| contiguous_in_order(cast(tensor, FloatDType::F32));
     let input = read(input);
     let weights: Vec<WeightHandles> = weights
         .into_iter()
@@ -234,8 +234,8 @@ fn run_with(
     outputs
 }
 
-/// Returns a tensor in contiguous memory.
-pub(crate) fn contiguous(tensor: CubeTensor) -> CubeTensor {
+/// Returns a tensor in contiguous memory, which may be an output of products that wait.
+pub(crate) fn contiguous_in_order(tensor: CubeTensor) -> CubeTensor {
     if !tensor.is_contiguous() {
         launch_chain();
     }
@@ -245,8 +245,8 @@ pub(crate) fn contiguous(tensor: CubeTensor) -> CubeTensor {
 /// Returns the parts of a packed tensor in contiguous memory.
 pub(super) fn handles(packed: Fp4Primitive<CubeBackend>) -> PackedHandles {
     let tensor_scales = packed.tensor_scale.meta.shape().num_elements();
-    let [codes, scales, tensor_scale] =
-        [packed.codes, packed.scales, packed.tensor_scale].map(|tensor| contiguous(tensor).handle);
+    let [codes, scales, tensor_scale] = [packed.codes, packed.scales, packed.tensor_scale]
+        .map(|tensor| contiguous_in_order(tensor).handle);
     PackedHandles { codes, scales, tensor_scale, tensor_scales }
 }
 
@@ -290,20 +290,18 @@ pub(super) fn counters(client: &Client) -> Option<Rc<Counters>> {
 
 /// Launches a family, or lets it wait for others if a graph is being captured.
 fn launch_or_link(client: &Client, family: FamilyLaunch) {
-    CAPTURE.with_borrow_mut(|capture| match capture {
-        Some(capture) if family.may_be_linked() => {
-            capture.get_or_init(|| Capture::new(client));
-            capture.get_mut().expect("just made").chain.add(family);
-        }
-        _ => {
-            let capture = capture.as_mut().and_then(OnceCell::get_mut);
-            capture.into_iter().for_each(|capture| capture.chain.launch());
-            family.run(client);
-        }
+    if !(is_capturing() && family.may_be_linked()) {
+        launch_chain();
+        return family.run(client);
+    }
+    CAPTURE.with_borrow_mut(|capture| {
+        let Some(capture) = capture else { return };
+        capture.get_or_init(|| Capture::new(client));
+        capture.get_mut().expect("just made").chain.add(family);
     });
 }
 
-/// Launches what waits. Whatever launches kernels calls it first.
+/// Launches the products that wait. Code that launches other kernels calls it first.
 pub(crate) fn launch_chain() {
     CAPTURE.with_borrow_mut(|capture| {
         let capture = capture.as_mut().and_then(OnceCell::get_mut);

@@ -34,6 +34,7 @@ use crate::memory::Counters;
 /// let mut values = client.empty(4096 * dtype.size());
 /// for _ in 0..3 {
 ///     let link = family.prepare(&client, vec![(weight(), None)], values, None, None)?;
+///     assert!(link.may_be_linked()); // on Hopper
 ///     values = link.outputs().outputs[0].clone();
 ///     chain.add(link);
 /// }

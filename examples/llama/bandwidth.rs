@@ -9,9 +9,10 @@ use serde::Serialize;
 use super::generate::Generated;
 use super::model::{Llama, Projection};
 
-/// Values of the tensor that is copied: 0.5 GB, more than any cache.
+/// Values of the larger of the tensors that are copied: 0.5 GB, and a quarter is still more than
+/// any cache.
 const VALUES: usize = 1 << 27;
-const COPIES: usize = 5;
+const COPIES: usize = 10;
 
 /// Memory that a decode step reads, and how fast.
 #[derive(Debug, Clone, Serialize)]
@@ -20,7 +21,7 @@ pub struct Bandwidth {
     pub gb_per_step: f64,
     /// They are read at this rate, on average.
     pub gb_per_second: f64,
-    /// Bytes that a copy of 0.5 GB reads and writes in a second, in GB.
+    /// Bytes that copies of large tensors read and write in a second, in GB.
     pub copy_gb_per_second: f64,
     /// Part of the copy's rate.
     pub share_of_copy: f64,
@@ -50,9 +51,17 @@ impl Bandwidth {
     }
 }
 
-/// Measures how many bytes a second a device reads and writes, in the fastest of some copies.
+/// Measures how many bytes a second a device reads and writes, by copies of two sizes: the host
+/// waits equally long for both.
 fn copy(device: &Device) -> Result<f64> {
-    let mut values = Tensor::<1>::zeros([VALUES], (device, DType::F32));
+    let [small, large] = [VALUES / 4, VALUES].map(|values| seconds_of_copy(values, device));
+    let bytes = 2 * (VALUES - VALUES / 4) * size_of::<f32>();
+    Ok(bytes as f64 / (large? - small?))
+}
+
+/// Returns the time of the fastest of some copies.
+fn seconds_of_copy(values: usize, device: &Device) -> Result<f64> {
+    let mut values = Tensor::<1>::zeros([values], (device, DType::F32));
     let mut fastest = f64::MAX;
     for _ in 0..COPIES {
         device.sync()?;
@@ -62,5 +71,5 @@ fn copy(device: &Device) -> Result<f64> {
         device.sync()?;
         fastest = fastest.min(start.elapsed().as_secs_f64());
     }
-    Ok(2.0 * (VALUES * size_of::<f32>()) as f64 / fastest)
+    Ok(fastest)
 }

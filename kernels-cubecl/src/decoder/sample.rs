@@ -10,6 +10,10 @@
 //!
 //! A key is found digit by digit, four bits at a time: every unit adds its logits by their next
 //! digit, and the digits are summed from the largest down.
+//!
+//! With top-k few logits matter. The k-th largest of the units' largest logits is a floor: at least
+//! k logits reach it. If no unit has more than a few vectors with such a logit, the rest is not read
+//! again. The bits are the same, since all others weigh 0.
 
 use burn_fp4_search::host::{SampleOptions, View};
 use cubecl::client::Client;
@@ -23,6 +27,9 @@ use crate::plan::{Capability, Dtype, Refusal};
 
 /// Most units of a cube: rows are long, and few.
 const MAX_UNITS: u32 = 512;
+
+/// Most vectors that a unit keeps.
+const MAX_KEPT: u32 = 4;
 
 /// Draws a token for each row of logits `[rows, vocab_size]`, given uniform values f32 `[rows]` in
 /// `[0, 1)`: i32 `[rows]`. Equal uniform values draw equal tokens on one device.
@@ -103,8 +110,8 @@ fn launch<F: Float>(
 ) {
     let vector = widest_vector(vocab_size, dtype);
     let (vectors, len) = ((vocab_size / vector) as u32, rows * vocab_size / vector);
-    // 16 sums of a unit leave some of the shared memory.
-    let most = (device.shared_memory() / 4 / 17) as u32;
+    // 16 sums of a unit and its kept vectors leave some of the shared memory.
+    let most = (device.shared_memory() / 4) as u32 / (17 + MAX_KEPT);
     let plan = Plan {
         units: device.units_of_row(MAX_UNITS.min(1 << most.max(1).ilog2())),
         plane: device.plane,
@@ -174,6 +181,108 @@ fn mass(
     select(key(logit) >= least, weight, 0.0f32.runtime())
 }
 
+/// The vectors of a row that a unit reads: every `units`-th, or those that it keeps.
+#[derive(CubeType, Clone, Copy)]
+struct Visits {
+    count: u32,
+    kept: bool,
+}
+
+/// Loads [`TOGETHER`] of the vectors that a unit reads, from number `at` on. Those beyond the last
+/// repeat it.
+#[cube]
+fn load_visits<F: Float, N: Size>(
+    logits: &[Vector<F, N>],
+    list: &Shared<[u32]>,
+    first: u32,
+    visits: &Visits,
+    at: u32,
+    #[comptime] plan: Plan,
+) -> Array<Vector<F, N>> {
+    let mut loaded = Array::<Vector<F, N>>::new(comptime!(TOGETHER as usize));
+    #[unroll]
+    for turn in 0..TOGETHER {
+        let own = place(list, visits, min(at + turn, visits.count - 1), plan);
+        loaded[turn as usize] = logits[(first + own) as usize];
+    }
+    loaded
+}
+
+/// Returns the place in its row of a vector that a unit reads.
+#[cube]
+fn place(list: &Shared<[u32]>, visits: &Visits, number: u32, #[comptime] plan: Plan) -> u32 {
+    let mut place = number * plan.units + UNIT_POS;
+    if comptime!(plan.top_k) {
+        if visits.kept {
+            place = list[place as usize];
+        }
+    }
+    place
+}
+
+/// Keeps the vectors of a unit that have one of the `top_k` largest logits of the row, given the
+/// unit's largest; all if they are many.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn keep<F: Float, N: Size>(
+    logits: &[Vector<F, N>],
+    list: &mut Shared<[u32]>,
+    sums: &mut Shared<[f32]>,
+    first: u32,
+    visits: &mut Visits,
+    largest: f32,
+    top_k: f32,
+    #[comptime] plan: Plan,
+) {
+    let Plan { units, plane, vector, .. } = comptime!(plan);
+    let mut of_row = Shared::<[f32]>::new_slice(1usize);
+    if UNIT_POS == 0 {
+        of_row[0] = f32::min_value();
+    }
+    sums[UNIT_POS as usize] = largest;
+    sync_cube();
+    let mut before = 0.0f32.runtime();
+    for unit in 0..units {
+        let other = sums[unit as usize];
+        if other > largest || (other == largest && unit < UNIT_POS) {
+            before += 1.0f32;
+        }
+    }
+    if before + 1.0f32 == top_k {
+        of_row[0] = largest;
+    }
+    sync_cube();
+    let floor = of_row[0];
+    let mut count = 0u32.runtime();
+    let mut at = 0u32.runtime();
+    while at < visits.count {
+        let loaded = load_visits::<F, N>(logits, &*list, first, &*visits, at, plan);
+        #[unroll]
+        for turn in 0..TOGETHER {
+            let mut reaches = false.runtime();
+            #[unroll]
+            for index in 0..comptime!(vector as usize) {
+                // NaN does not.
+                let logit = f32::cast_from(loaded[turn as usize].extract(index));
+                reaches = reaches || logit >= floor;
+            }
+            if reaches && at + turn < visits.count {
+                if count < MAX_KEPT {
+                    let number = at + turn;
+                    list[(count * units + UNIT_POS) as usize] = number * units + UNIT_POS;
+                }
+                count += 1u32;
+            }
+        }
+        at += TOGETHER;
+    }
+    let most = max_of_cube::<u32>(count, plane, units);
+    // Without a floor not even k units have a number.
+    let kept = most <= MAX_KEPT && floor > f32::min_value();
+    visits.count = select(kept, count, visits.count);
+    visits.kept = kept;
+}
+
 /// Returns the largest key such that the logits which reach it have a mass of at least `needed`.
 /// Logits below `least` have none.
 #[cube]
@@ -181,8 +290,9 @@ fn mass(
 fn largest_key<F: Float, N: Size>(
     logits: &[Vector<F, N>],
     sums: &mut Shared<[f32]>,
+    list: &Shared<[u32]>,
     first: u32,
-    vectors: u32,
+    visits: &Visits,
     needed: f32,
     least: u32,
     largest: f32,
@@ -203,12 +313,12 @@ fn largest_key<F: Float, N: Size>(
         for digit in 0..16u32 {
             sums[(comptime!(digit * stride) + UNIT_POS) as usize] = 0.0f32.runtime();
         }
-        let mut at = UNIT_POS;
-        while at < vectors {
-            let loaded = load_together::<F, N>(logits, first, at, vectors, units);
+        let mut at = 0u32.runtime();
+        while at < visits.count {
+            let loaded = load_visits::<F, N>(logits, list, first, visits, at, plan);
             #[unroll]
             for turn in 0..TOGETHER {
-                if at + comptime!(turn * units) < vectors {
+                if at + turn < visits.count {
                     #[unroll]
                     for index in 0..comptime!(vector as usize) {
                         let logit = logit_of::<F, N>(loaded[turn as usize], index);
@@ -220,7 +330,7 @@ fn largest_key<F: Float, N: Size>(
                     }
                 }
             }
-            at += comptime!(TOGETHER * units);
+            at += TOGETHER;
         }
         if comptime!(units > 1) {
             sync_cube();
@@ -268,15 +378,15 @@ fn largest_key<F: Float, N: Size>(
     prefix << comptime!(32 - 4 * digits)
 }
 
-/// Returns the largest logit of the row, on every unit.
+/// Returns the largest of a unit's logits.
 #[cube]
-fn largest_of_row<F: Float, N: Size>(
+fn largest_of_unit<F: Float, N: Size>(
     logits: &[Vector<F, N>],
     first: u32,
     vectors: u32,
     #[comptime] plan: Plan,
 ) -> f32 {
-    let Plan { units, plane, vector, .. } = comptime!(plan);
+    let Plan { units, vector, .. } = comptime!(plan);
     let mut largest = f32::min_value();
     let mut at = UNIT_POS;
     while at < vectors {
@@ -290,7 +400,7 @@ fn largest_of_row<F: Float, N: Size>(
         }
         at += comptime!(TOGETHER * units);
     }
-    max_of_cube::<f32>(largest, plane, units)
+    largest
 }
 
 /// Runs the steps at the head of this file.
@@ -315,14 +425,23 @@ fn sample_kernel<F: Float, N: Size>(
     let first = row * vectors;
     let mut sums = Shared::<[f32]>::new_slice(comptime!((16 * (units + 1)) as usize));
 
-    let largest = largest_of_row::<F, N>(logits, first, vectors, plan);
+    let own = largest_of_unit::<F, N>(logits, first, vectors, plan);
+    let largest = max_of_cube::<f32>(own, plane, units);
+    let count = (vectors + comptime!(units - 1) - UNIT_POS) / units;
+    let mut visits = Visits { count, kept: false.runtime() };
+    let list_len = comptime!(if plan.top_k { MAX_KEPT * units } else { 1 });
+    let mut list = Shared::<[u32]>::new_slice(comptime!(list_len as usize));
     let mut least = 0u32.runtime();
     if comptime!(plan.top_k) {
+        if comptime!(units > 1) {
+            keep::<F, N>(logits, &mut list, &mut sums, first, &mut visits, own, top_k, plan);
+        }
         least = largest_key::<F, N>(
             logits,
             &mut sums,
+            &list,
             first,
-            vectors,
+            &visits,
             top_k,
             least,
             largest,
@@ -332,13 +451,15 @@ fn sample_kernel<F: Float, N: Size>(
         );
     }
     if comptime!(plan.top_p) {
-        let own = weigh::<F, N>(logits, first, vectors, least, largest, inverse_temperature, plan);
+        let own =
+            weigh::<F, N>(logits, &list, first, &visits, least, largest, inverse_temperature, plan);
         let needed = max(sum_of_cube(own, plane, units) * top_p, f32::MIN_POSITIVE);
         least = largest_key::<F, N>(
             logits,
             &mut sums,
+            &list,
             first,
-            vectors,
+            &visits,
             needed,
             least,
             largest,
@@ -348,23 +469,23 @@ fn sample_kernel<F: Float, N: Size>(
         );
     }
 
-    let own = weigh::<F, N>(logits, first, vectors, least, largest, inverse_temperature, plan);
+    let own =
+        weigh::<F, N>(logits, &list, first, &visits, least, largest, inverse_temperature, plan);
     sums[UNIT_POS as usize] = own;
     if comptime!(units > 1) {
         sync_cube();
     }
     let mut total = 0.0f32.runtime();
     let mut before = 0.0f32.runtime();
+    // Rounding may put the product at the total: then the last unit with a weight draws.
+    let mut last = 0u32.runtime();
     for unit in 0..units {
         if unit == UNIT_POS {
             before = total;
         }
-        total += sums[unit as usize];
-    }
-    // Rounding may put the product at the total: then the last unit with a weight draws.
-    let mut last = 0u32.runtime();
-    for unit in 0..units {
-        if sums[unit as usize] > 0.0f32 {
+        let sum = sums[unit as usize];
+        total += sum;
+        if sum > 0.0f32 {
             last = unit;
         }
     }
@@ -375,8 +496,8 @@ fn sample_kernel<F: Float, N: Size>(
         let mut sum = 0.0f32.runtime();
         let mut token = 0u32.runtime();
         let mut done = false.runtime();
-        let mut at = UNIT_POS;
-        while at < vectors {
+        for number in 0..visits.count {
+            let at = place(&list, &visits, number, plan);
             let loaded = logits[(first + at) as usize];
             #[unroll]
             for index in 0..comptime!(vector as usize) {
@@ -388,7 +509,6 @@ fn sample_kernel<F: Float, N: Size>(
                     done = before + sum > target;
                 }
             }
-            at += units;
         }
         tokens[row as usize] = i32::cast_from(token);
     }
@@ -396,23 +516,25 @@ fn sample_kernel<F: Float, N: Size>(
 
 /// Adds the weights of this unit's logits.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 fn weigh<F: Float, N: Size>(
     logits: &[Vector<F, N>],
+    list: &Shared<[u32]>,
     first: u32,
-    vectors: u32,
+    visits: &Visits,
     least: u32,
     largest: f32,
     inverse_temperature: f32,
     #[comptime] plan: Plan,
 ) -> f32 {
-    let Plan { units, vector, .. } = comptime!(plan);
+    let vector = comptime!(plan.vector);
     let mut sum = 0.0f32.runtime();
-    let mut at = UNIT_POS;
-    while at < vectors {
-        let loaded = load_together::<F, N>(logits, first, at, vectors, units);
+    let mut at = 0u32.runtime();
+    while at < visits.count {
+        let loaded = load_visits::<F, N>(logits, list, first, visits, at, plan);
         #[unroll]
         for turn in 0..TOGETHER {
-            if at + comptime!(turn * units) < vectors {
+            if at + turn < visits.count {
                 #[unroll]
                 for index in 0..comptime!(vector as usize) {
                     let logit = logit_of::<F, N>(loaded[turn as usize], index);
@@ -420,7 +542,7 @@ fn weigh<F: Float, N: Size>(
                 }
             }
         }
-        at += comptime!(TOGETHER * units);
+        at += TOGETHER;
     }
     sum
 }

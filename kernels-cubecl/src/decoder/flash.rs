@@ -270,7 +270,7 @@ fn copy_tile<I: WgmmaInstructions, X: Size>(
         let position = min(tile * plan.positions + key, head.last);
         let at = (head.first + position) * comptime!(plan.panels * VECTORS) + panel * VECTORS;
         let to = slot * comptime!(plan.tile()) + row * VECTORS + (vector ^ (key % 8));
-        I::copy(wanted, ring, address, to, from, at + vector, 1u32, 16u32);
+        I::copy(wanted, ring, address, to, from, at + vector, 0u32, 1u32, 16u32);
     }
 }
 

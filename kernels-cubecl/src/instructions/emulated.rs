@@ -119,13 +119,15 @@ impl WgmmaInstructions for EmulatedWgmma {
         to: u32,
         from: &[T],
         at: u32,
+        #[comptime] offset: u32,
         #[comptime] each: u32,
         #[comptime] bytes: u32,
     ) {
         if wanted {
             #[unroll]
             for index in 0..each {
-                shared[(to * each + index) as usize] = from[(at * each + index) as usize];
+                shared[(to * each + index) as usize] =
+                    from[((at + offset) * each + index) as usize];
             }
         }
     }

@@ -247,6 +247,8 @@ struct CopyAsyncOp {
     #[operand(ptr_read)]
     from: Value,
     at: Value,
+    /// Further bytes from there.
+    offset: IndexAttr,
     bytes: IndexAttr,
 }
 
@@ -258,13 +260,13 @@ impl ToLLVMDialect for CopyAsyncOp {
         rewriter: &mut DialectConversionRewriter,
         _operands_info: &OperandsInfo,
     ) -> Result<()> {
-        let bytes = self.bytes(ctx).0;
+        let (offset, bytes) = (self.offset(ctx).0, self.bytes(ctx).0);
         // Only copies of 16 bytes can bypass L1.
         let cache = if bytes == 16 { "cg" } else { "ca" };
         let text = format!(
             "{{ .reg .pred p; .reg .b64 from; setp.ne.u32 p, $3, 0; \
              mad.wide.u32 from, $2, {bytes}, $1; \
-             @p cp.async.{cache}.shared.global [$0], [from], {bytes}; }}"
+             @p cp.async.{cache}.shared.global [$0], [from + {offset}], {bytes}; }}"
         );
         let inputs = vec![self.to(ctx), self.from(ctx), self.at(ctx), self.wanted(ctx)];
         let void = VoidType::get(ctx).into();
@@ -915,6 +917,7 @@ fn copy_async<T: CubePrimitive>(
     to: u32,
     from: &[T],
     at: u32,
+    #[comptime] offset: usize,
     #[comptime] bytes: usize,
 ) {
     intrinsic!(|scope| {
@@ -922,8 +925,10 @@ fn copy_async<T: CubePrimitive>(
         let (to, at) = (to.read_value(scope), at.read_value(scope));
         // SAFETY: the pointer is to a value that the scope has just made, and keeps.
         let from = unsafe { *from.__expand_as_ptr_method(scope) }.value(scope);
-        let bytes = IndexAttr(bytes);
-        scope.register(&CopyAsyncOp::new(scope.ctx_mut(), wanted, to, from, at, bytes));
+        let (offset, bytes) = (IndexAttr(offset), IndexAttr(bytes));
+        let ctx = scope.ctx_mut();
+        let copy = CopyAsyncOp::new(ctx, wanted, to, from, at, offset, bytes);
+        scope.register(&copy);
     })
 }
 
@@ -1101,11 +1106,13 @@ impl WgmmaInstructions for PtxWgmma {
         to: u32,
         from: &[T],
         at: u32,
+        #[comptime] offset: u32,
         #[comptime] each: u32,
         #[comptime] bytes: u32,
     ) {
         let wanted = u32::cast_from(wanted);
-        copy_async::<T>(wanted, address + to * bytes, from, at, comptime!(bytes as usize));
+        let (offset, bytes) = comptime!(((offset * bytes) as usize, bytes as usize));
+        copy_async::<T>(wanted, address + to * comptime!(bytes as u32), from, at, offset, bytes);
     }
 
     fn commit_copies() {

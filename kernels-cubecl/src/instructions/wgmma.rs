@@ -62,6 +62,7 @@ pub(crate) trait WgmmaInstructions: 'static + Send + Sync {
         to: u32,
         from: &[T],
         at: u32,
+        #[comptime] offset: u32,
         #[comptime] each: u32,
         #[comptime] bytes: u32,
     );

@@ -312,7 +312,8 @@ impl Matmul {
         if first.m == 0 || !matmuls.iter().all(same) {
             return None;
         }
-        let launch = Self { n: all, ..*first }.small_m_launch(device).ok()?;
+        let mut launch = Self { n: all, ..*first }.small_m_launch(device).ok()?;
+        launch.whole = matmuls.iter().all(|matmul| matmul.n.is_multiple_of(16));
         let others = others.iter().map(|matmul| matmul.n).collect();
         Some(FamilyPlan { first: *first, others, device: *device, launch })
     }

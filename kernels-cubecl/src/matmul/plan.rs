@@ -173,6 +173,10 @@ pub(super) struct SmallM {
     pub stages: u32,
     /// Rows of the input, rounded up to a power of two.
     pub tile_m: u32,
+    /// K tiles of a packed row, for one row of the input: its kernel is compiled for their number.
+    pub k_tiles: u32,
+    /// True if n tiles divide the packed rows of each weight.
+    pub whole: bool,
     /// True for SwiGLU of the outputs of two weights: a plane has eight packed rows of each.
     pub gated: bool,
     /// The norm before the matmul.
@@ -603,6 +607,8 @@ impl Matmul {
             k_planes,
             stages,
             tile_m: tile_m as u32,
+            k_tiles: if self.m <= 1 { (self.k / SMALL_M_K_TILE) as u32 } else { 0 },
+            whole: self.n.is_multiple_of(16),
             gated: false,
             norm: None,
             scratch: device.mma_scratch(32 * n_planes * k_planes),

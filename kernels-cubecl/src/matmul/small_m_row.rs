@@ -40,7 +40,8 @@ use super::small_m_input::{
 use super::small_m_link::{LinkCube, wait_for_link};
 use super::small_m_load::{Lane, ROWS_PER_LANE, Rows, n_tile};
 use super::small_m_slots::{
-    ROW_CODES, ROW_SCALES, STEP_CODES, STEP_SCALES, Slots, copy_codes, copy_input, place_of_codes,
+    ROW_CODES, ROW_SCALES, STEP_CODES, STEP_SCALES, Slots, copy_codes, copy_input, is_within,
+    place_of_codes,
 };
 use super::small_m_store::{TensorScales, stage_row, store_sums};
 use crate::instructions::{MmaInstructions, Pair, WgmmaInstructions};
@@ -83,8 +84,7 @@ pub(super) fn multiply_row<
     let waits = comptime!(place.link > 0);
     let SmallM { k_planes, stages, .. } = comptime!(plan);
     let blueprint = comptime!(operands.blueprint);
-    let k_tiles = operands.dims.k_tiles;
-    let steps = k_tiles.div_ceil(k_planes);
+    let steps = comptime!(plan.k_tiles.div_ceil(k_planes));
     let (n, grid) = (rows.n, rows.cubes);
     let tiles = n.div_ceil(comptime!(plan.tile_n()));
     let slots = Slots {
@@ -167,9 +167,8 @@ pub(super) fn multiply_row<
         if turn >= stages {
             C::wait_for_own_copies(comptime!(stages - 1));
             I::sync_plane();
-            let k_tile = step * k_planes + lane.k_plane;
             let codes = slots.codes + slot * STEP_CODES;
-            let mut from = k_tile * ROW_STRIDE_PADDED;
+            let mut from = (step * k_planes + lane.k_plane) * ROW_STRIDE_PADDED;
             if comptime!(plan.norm.is_none()) {
                 from = slot * ROW_STRIDE_PADDED;
                 let values = shared[(from + place_in_row(lane.lane)) as usize];
@@ -180,7 +179,7 @@ pub(super) fn multiply_row<
                 share_row::<F, W>(shared, from, lane.lane, values, large, blueprint.dtype);
                 I::sync_plane();
             }
-            if k_tile < k_tiles {
+            if is_within(step, lane, plan) {
                 add_products::<I, C, F, S, W>(
                     codes,
                     &*scales,
@@ -200,7 +199,7 @@ pub(super) fn multiply_row<
         }
         if turn < end {
             copy_codes::<C, F, S, W>(
-                operands, weight, up, n, shared, scales, &slots, slot, load_tile, load_at, lane,
+                weight, up, n, shared, scales, &slots, slot, load_tile, load_at, lane, blueprint,
                 plan,
             );
             if comptime!(plan.norm.is_none()) {

@@ -12,10 +12,10 @@
 
 use cubecl::prelude::*;
 
-use super::operands::Operands;
+use super::operands::{MatmulBlueprint, Operands};
 use super::plan::{SMALL_M_K_TILE, SmallM};
 use super::small_m_input::{K_TILE_VECTORS, ROW_STRIDE_PADDED, ZERO_VECTORS, place_in_row};
-use super::small_m_load::{Lane, n_tile};
+use super::small_m_load::Lane;
 use crate::instructions::WgmmaInstructions;
 use crate::memory::PackedIn;
 
@@ -59,12 +59,11 @@ pub(super) fn place_of_codes(row: u32, vector: u32) -> u32 {
     row * ROW_CODES + (vector ^ (row & 1u32))
 }
 
-/// Starts to copy the codes and scales of a step to a slot of the lane's plane. K tiles beyond the
-/// last repeat it. `up` is the other weight of SwiGLU. Lanes that are next to each other copy
+/// Starts to copy the codes and scales of a step to a slot of the lane's plane; of k tiles beyond
+/// the last nothing. `up` is the other weight of SwiGLU. Lanes that are next to each other copy
 /// vectors that are.
 #[cube]
 pub(super) fn copy_codes<C: WgmmaInstructions, F: Float, S: Int, W: Size>(
-    operands: &Operands<F, S, W, W>,
     weight: &PackedIn<S, W>,
     up: &PackedIn<S, W>,
     n: u32,
@@ -75,58 +74,65 @@ pub(super) fn copy_codes<C: WgmmaInstructions, F: Float, S: Int, W: Size>(
     tile: u32,
     step: u32,
     lane: &Lane,
+    #[comptime] blueprint: MatmulBlueprint,
     #[comptime] plan: SmallM,
 ) {
-    let k_tiles = operands.dims.k_tiles;
-    let first = n_tile(tile, lane, plan).first;
-    let k_tile = min(step * plan.k_planes + lane.k_plane, k_tiles - 1);
+    let SmallM { k_tiles, k_planes, whole, gated, .. } = comptime!(plan);
+    let is_within = is_within(step, lane, plan);
+    let row_vectors = comptime!(k_tiles * ROW_CODES);
     let (row, vector) = (lane.lane / ROW_CODES, lane.lane % ROW_CODES);
     let to = slots.codes + slot * STEP_CODES + place_of_codes(row, vector);
+    // The sums end with what does not change from step to step.
+    let in_row = step * comptime!(k_planes * ROW_CODES) + (lane.k_plane * ROW_CODES + vector);
+    let first = tile * comptime!(plan.tile_n() * row_vectors) + in_row + row * row_vectors;
     #[unroll]
     for quarter in 0..4u32 {
-        let weight = if comptime!(plan.gated && quarter >= 2) { up } else { weight };
-        let below = comptime!(if plan.gated { 4 * (quarter % 2) } else { 4 * quarter });
-        let at = min(first + below + row, n - 1) * k_tiles + k_tile;
+        let weight = if comptime!(gated && quarter >= 2) { up } else { weight };
+        let below = comptime!(if gated { 4 * (quarter % 2) } else { 4 * quarter });
+        let (mut at, offset) = (first, comptime!(if whole { below * row_vectors } else { 0 }));
+        if comptime!(!whole) {
+            at = min(tile * comptime!(plan.tile_n()) + below + row, n - 1) * row_vectors + in_row;
+        }
         C::copy::<Vector<u32, W>>(
-            true.runtime(),
+            is_within,
             shared,
             slots.address,
             to + comptime!(4 * quarter * ROW_CODES),
             weight.codes,
-            at * ROW_CODES + vector,
+            at,
+            offset,
             1u32,
             16u32,
         );
     }
     // Block scales of a row in a k tile are four words, which a lane copies.
-    let bytes = comptime!(SMALL_M_K_TILE as u32 / operands.blueprint.block_size);
+    let bytes = comptime!(SMALL_M_K_TILE as u32 / blueprint.block_size);
     let to = slot * STEP_ROWS + lane.lane;
-    if comptime!(plan.gated) {
-        let at = min(first + lane.lane % 8, n - 1) * k_tiles + k_tile;
-        C::copy::<S>(
-            lane.lane < 8,
-            scales,
-            slots.scale_address,
-            to,
-            weight.scales,
-            at,
-            ROW_SCALES,
-            bytes,
-        );
-        let wanted = lane.lane / 8 == 1;
-        C::copy::<S>(wanted, scales, slots.scale_address, to, up.scales, at, ROW_SCALES, bytes);
+    let row = if comptime!(gated) { lane.lane % 8 } else { lane.lane };
+    let k_tile = step * k_planes + lane.k_plane;
+    let mut at = tile * comptime!(plan.tile_n() * k_tiles) + (row * k_tiles + k_tile);
+    if comptime!(!whole) {
+        at = min(tile * comptime!(plan.tile_n()) + row, n - 1) * k_tiles + k_tile;
+    }
+    let address = slots.scale_address;
+    if comptime!(gated) {
+        let wanted = is_within && lane.lane < 8;
+        C::copy::<S>(wanted, scales, address, to, weight.scales, at, 0u32, ROW_SCALES, bytes);
+        let wanted = is_within && lane.lane / 8 == 1;
+        C::copy::<S>(wanted, scales, address, to, up.scales, at, 0u32, ROW_SCALES, bytes);
     } else {
-        let at = min(first + lane.lane, n - 1) * k_tiles + k_tile;
-        C::copy::<S>(
-            lane.lane < 16,
-            scales,
-            slots.scale_address,
-            to,
-            weight.scales,
-            at,
-            ROW_SCALES,
-            bytes,
-        );
+        let wanted = is_within && lane.lane < 16;
+        C::copy::<S>(wanted, scales, address, to, weight.scales, at, 0u32, ROW_SCALES, bytes);
+    }
+}
+
+/// Returns true if the lane's plane has a k tile in a step.
+#[cube]
+pub(super) fn is_within(step: u32, lane: &Lane, #[comptime] plan: SmallM) -> bool {
+    if comptime!(plan.k_tiles.is_multiple_of(plan.k_planes)) {
+        true.runtime()
+    } else {
+        step * plan.k_planes + lane.k_plane < plan.k_tiles
     }
 }
 
@@ -141,16 +147,17 @@ pub(super) fn copy_input<C: WgmmaInstructions, F: Float, S: Int, W: Size>(
     lane: &Lane,
     #[comptime] plan: SmallM,
 ) {
-    let k_tile = min(step * plan.k_planes + lane.k_plane, operands.dims.k_tiles - 1);
     let to = slot * ROW_STRIDE_PADDED + place_in_row(lane.lane);
-    let from = k_tile * K_TILE_VECTORS + lane.lane;
+    let from = step * comptime!(plan.k_planes * K_TILE_VECTORS)
+        + (lane.k_plane * K_TILE_VECTORS + lane.lane);
     C::copy::<Vector<u32, W>>(
-        true.runtime(),
+        is_within(step, lane, plan),
         shared,
         slots.address,
         to,
         operands.input,
         from,
+        0u32,
         1u32,
         16u32,
     );

@@ -248,21 +248,41 @@ fn copy_part<I: WgmmaInstructions, F: Float, W: Size, X: Size>(
         if comptime!(copy % K_STEPS == k_step) {
             let to = to + comptime!(copy * UNITS);
             let from = from + copies.input[copy as usize];
-            I::copy(wanted, &mut rings.input, address, to, operands.input, from, 1u32, 16u32);
+            I::copy(wanted, &mut rings.input, address, to, operands.input, from, 0u32, 1u32, 16u32);
         }
     }
     if comptime!(k_step == 1) {
         let to = slot * comptime!(ROWS * CODES) + copies.codes_to;
         let from = k_tile * (2 * CODES) + comptime!(half * CODES) + copies.codes;
         let address = rings.codes_address;
-        I::copy(wanted, &mut rings.codes, address, to, operands.weight.codes, from, 1u32, 16u32);
+        I::copy(
+            wanted,
+            &mut rings.codes,
+            address,
+            to,
+            operands.weight.codes,
+            from,
+            0u32,
+            1u32,
+            16u32,
+        );
     }
     if comptime!(k_step == 2 && half == 0) {
         let wanted = select(copies.has_scales, wanted, false);
         let words = comptime!(scale_words(operands.blueprint));
         let (to, from) = (stage * ROWS + UNIT_POS, k_tile + copies.scales);
         let (address, bytes) = (rings.scales_address, comptime!(4 * words));
-        I::copy(wanted, &mut rings.scales, address, to, operands.weight.scales, from, words, bytes);
+        I::copy(
+            wanted,
+            &mut rings.scales,
+            address,
+            to,
+            operands.weight.scales,
+            from,
+            0u32,
+            words,
+            bytes,
+        );
     }
 }
 

@@ -102,10 +102,9 @@ mod tensor_amax;
 
 pub use cubecl;
 pub use decoder::{
-    AttentionHandles, AttentionLaunch, MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, Normalized,
-    PackedKv, argmax, attend, attention_weights, check_attention, check_flash_attention,
-    check_prefill, dense_gemv, dequantize_heads, flash_attention, int8_gemv, rms_norm,
-    rotate_into_cache, sample, swiglu,
+    AttentionHandles, MAX_DENSE_GEMV_ROWS, MAX_INT8_GEMV_ROWS, Normalized, PackedKv, argmax,
+    attend, attention_weights, check_attention, check_flash_attention, check_prefill, dense_gemv,
+    dequantize_heads, flash_attention, int8_gemv, rms_norm, rotate_into_cache, sample, swiglu,
 };
 pub use dequantize::dequantize;
 pub use fake_quantize::fake_quantize;

@@ -1,23 +1,5 @@
 //! Attention of one new token of each sequence to a KV cache, split along the cache
 //! (flash-decoding, as in the paper of Dao and others, 2023).
-//!
-//! ```text
-//! a cube takes a tile of positions of a sequence and a key head, for queries that share the head:
-//!     the cube of the token's own position rotates the new key, and writes it and the new value;
-//!     for a packed cache it transforms and quantizes them
-//!     rotate the queries
-//!     load the keys and the values of the tile, a vector of channels per unit and step
-//!     scores[query][position] = the products of the vectors of a position, in order of channels
-//!     weights = exp(scores - their maximum); keep the maximum and the sum
-//!     output[query] = weights x values: units add their positions, then are added in order
-//!     with counters: the last cube of its queries adds their tiles, as below
-//! without counters, in a second launch, a cube takes a query head:
-//!     parts of its units take turns along the tiles, and scale their outputs to one maximum
-//!     add the parts in order, scaled to one maximum; divide by the sum
-//! ```
-//!
-//! Tiles beyond the token's position do nothing. All arithmetic is f32, in an order that depends
-//! only on shape, dtype and device.
 
 use burn_fp4_search::host::{AttentionShape, MAX_HEAD_DIM, View};
 use cubecl::client::Client;
@@ -25,14 +7,12 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::attention_plan::AttentionPlan;
-use super::attention_tile::{
-    AttentionArgs, AttentionArgsLaunch, AttentionCube, JoinedArgsLaunch, attend_tile, channel_of,
+use super::attention_kernel::{
+    AttentionArgsLaunch, JoinedArgsLaunch, attend_kernel, combine_kernel,
 };
-use super::head::position_of;
+use super::attention_plan::AttentionPlan;
 use super::kv_cache::{PackedKv, Words};
 use crate::memory::{Counters, check_memory};
-use crate::numeric::element::narrow;
 use crate::plan::{Capability, Dtype, Refusal};
 
 /// Operands of [`attend`], contiguous.
@@ -136,62 +116,17 @@ pub fn attend(
     dtype: Dtype,
     counters: Option<&Counters>,
 ) -> Result<Handle, Refusal> {
-    let launch = AttentionLaunch::new(client, device, operands, shape, positions, dtype)?;
-    let output = launch.output().clone();
-    launch.run(client, counters);
-    Ok(output)
-}
-
-/// Attention of one token of each sequence with its operands; see [`attend`].
-#[derive(Clone)]
-pub struct AttentionLaunch {
-    operands: AttentionHandles,
-    output: Handle,
-    shape: AttentionShape,
-    plan: AttentionPlan,
-    device: Capability,
-    dtype: Dtype,
-    /// Last position that has both a place and a rotation.
-    last: u32,
-}
-
-impl AttentionLaunch {
-    /// Prepares the launch of [`attend`]. The output has memory, and no values yet.
-    ///
-    /// # Errors
-    /// [`Refusal`]
-    pub fn new(
-        client: &Client,
-        device: &Capability,
-        operands: AttentionHandles,
-        shape: AttentionShape,
-        positions: usize,
-        dtype: Dtype,
-    ) -> Result<Self, Refusal> {
-        device.check_decoder(dtype)?;
-        check_attention(&shape, positions)?;
-        operands.check(device, &shape, positions, dtype)?;
-        let AttentionShape { batch, heads, head_dim, capacity, .. } = shape;
-        let format = operands.packed.as_ref().map(|packed| packed.format);
-        let plan = AttentionPlan::new(&shape, dtype, format, device);
-        let output = client.empty(batch * heads * head_dim * dtype.size());
-        let last = capacity.min(positions) as u32 - 1;
-        Ok(Self { operands, output, shape, plan, device: *device, dtype, last })
-    }
-
-    /// Returns the output, which has no values before the launch.
-    #[must_use]
-    pub fn output(&self) -> &Handle {
-        &self.output
-    }
-
-    /// Launches the kernels.
-    pub fn run(self, client: &Client, counters: Option<&Counters>) {
-        if self.shape.batch * self.shape.heads == 0 {
-            return;
-        }
-        let counters = counters.filter(|_| self.plan.may_join(&self.shape, &self.device));
-        let launch = match (self.dtype, self.words()) {
+    device.check_decoder(dtype)?;
+    check_attention(&shape, positions)?;
+    operands.check(device, &shape, positions, dtype)?;
+    let AttentionShape { batch, heads, head_dim, capacity, .. } = shape;
+    let format = operands.packed.as_ref().map(|packed| packed.format);
+    let plan = AttentionPlan::new(&shape, dtype, format, device);
+    let counters = counters.filter(|_| plan.may_join(&shape, device));
+    let query_bytes = batch * heads * head_dim * dtype.size();
+    let output = client.empty(query_bytes);
+    if query_bytes > 0 {
+        let launch = match (dtype, Words::of(format, plan.vector)) {
             (Dtype::F32, Words::Dense) => launch::<f32, f32, u32>,
             (Dtype::F16, Words::Dense) => launch::<f16, f16, u32>,
             (Dtype::Bf16, Words::Dense) => launch::<bf16, bf16, u32>,
@@ -200,19 +135,10 @@ impl AttentionLaunch {
             (Dtype::F16, _) => launch::<f16, u32, u8>,
             (Dtype::Bf16, _) => launch::<bf16, u32, u8>,
         };
-        launch(client, self, counters);
+        let last = capacity.min(positions) as u32 - 1;
+        launch(client, operands, output.clone(), counters, shape, plan, last);
     }
-
-    fn words(&self) -> Words {
-        Words::of(self.plan.format, self.plan.vector)
-    }
-
-    /// Returns the number of tiles, of groups of queries of a sequence, and of sequences: a cube
-    /// has one of each.
-    fn cubes(&self) -> [u32; 3] {
-        let tiles = self.shape.capacity.div_ceil(self.plan.tile as usize);
-        [tiles as u32, self.shape.kv_heads as u32 * self.plan.groups, self.shape.batch as u32]
-    }
+    Ok(output)
 }
 
 /// Checks that [`attend`] runs a shape with RoPE for `positions` positions, on any device.
@@ -273,33 +199,72 @@ pub(super) fn check_heads(shape: &AttentionShape, positions: usize) -> Result<()
     Ok(())
 }
 
-/// Launches the kernels, or with counters the first one.
+/// Launches the kernels, or with counters the first one. The cache has vectors of `C`, and scales
+/// in `S`.
 fn launch<F: Float, C: Numeric, S: Int>(
     client: &Client,
-    attention: AttentionLaunch,
+    operands: AttentionHandles,
+    output: Handle,
     counters: Option<&Counters>,
+    shape: AttentionShape,
+    plan: AttentionPlan,
+    last: u32,
 ) {
-    let AttentionShape { batch, heads, head_dim, .. } = attention.shape;
-    let [tiles, groups, _] = attention.cubes();
-    let plan = attention.plan;
-    let vector = plan.vector as usize;
-    let width = attention.words().width(plan.vector);
-    let outputs = batch * heads * tiles as usize;
+    let AttentionShape { batch, heads, kv_heads, capacity, head_dim, .. } = shape;
+    let columns = plan.columns() as usize;
+    let tiles = capacity.div_ceil(plan.tile as usize);
+    let outputs = batch * heads * tiles;
     let partial = client.empty(4 * outputs * head_dim);
     let softmax = client.empty(8 * outputs);
-    let AttentionLaunch { output, last, .. } = attention.clone();
-    let position = attention.operands.position.clone();
-    let tile_sums = [partial.clone(), softmax.clone()];
-    // SAFETY: the lengths are the shape's, which memory was checked for, and positions beyond
-    // `last` count as `last`. The second kernel reads what the first has written.
+    let cached = batch * kv_heads * capacity;
+    let (key_scales, value_scales, scales) = match operands.packed {
+        None => (softmax.clone(), softmax.clone(), 2 * outputs),
+        Some(PackedKv { format, key_scales, value_scales }) => {
+            let [_, scale_bytes] = format.bytes_of_head(head_dim);
+            (key_scales, value_scales, cached * scale_bytes)
+        }
+    };
+    // `last` is the last position of both tables.
+    let angles = (last as usize + 1) * head_dim / 2;
+    let mut joined = SequenceArg::new();
+    if let Some(counters) = counters {
+        // SAFETY: as below.
+        joined.push(unsafe {
+            JoinedArgsLaunch::new(
+                BufferArg::from_raw_parts(output.clone(), batch * heads * head_dim),
+                BufferArg::from_raw_parts(counters.handle(), Counters::LEN),
+            )
+        });
+    }
+    // SAFETY: the lengths are the shape's, which memory was checked for, and positions
+    // beyond `last` count as `last`. The second kernel reads what the first has written. A dense
+    // cache has no scales: other memory stands for them, and is not used.
     unsafe {
+        let attention = AttentionArgsLaunch::new(
+            BufferArg::from_raw_parts(operands.queries, batch * heads * columns),
+            BufferArg::from_raw_parts(operands.keys, batch * kv_heads * columns),
+            BufferArg::from_raw_parts(operands.values, batch * kv_heads * columns),
+            BufferArg::from_raw_parts(operands.key_cache, cached * columns),
+            BufferArg::from_raw_parts(operands.value_cache, cached * columns),
+            BufferArg::from_raw_parts(key_scales, scales),
+            BufferArg::from_raw_parts(value_scales, scales),
+            BufferArg::from_raw_parts(operands.cos, angles),
+            BufferArg::from_raw_parts(operands.sin, angles),
+            BufferArg::from_raw_parts(operands.position.clone(), 1),
+            BufferArg::from_raw_parts(partial.clone(), outputs * head_dim),
+            BufferArg::from_raw_parts(softmax.clone(), 2 * outputs),
+            joined,
+            capacity as u32,
+            last,
+            plan,
+        );
         attend_kernel::launch_unchecked::<F, C, S>(
             client,
-            CubeCount::Static(tiles, groups, batch as u32),
+            CubeCount::Static(tiles as u32, kv_heads as u32 * plan.groups, batch as u32),
             CubeDim::new_1d(plan.units),
-            vector,
-            width,
-            attention.args(tile_sums, counters),
+            plan.vector as usize,
+            Words::of(plan.format, plan.vector).width(plan.vector),
+            attention,
         );
         if counters.is_some() {
             return;
@@ -310,149 +275,12 @@ fn launch<F: Float, C: Numeric, S: Int>(
             CubeDim::new_1d(plan.parts * plan.head_dim.next_power_of_two()),
             BufferArg::from_raw_parts(partial, outputs * head_dim),
             BufferArg::from_raw_parts(softmax, 2 * outputs),
-            BufferArg::from_raw_parts(position, 1),
+            BufferArg::from_raw_parts(operands.position, 1),
             BufferArg::from_raw_parts(output, batch * heads * head_dim),
-            tiles,
+            tiles as u32,
             last,
             plan,
         );
-    }
-}
-
-impl AttentionLaunch {
-    /// Returns the argument for a kernel; memory for the outputs of tiles and for their softmax.
-    ///
-    /// # Safety
-    /// It holds as many values as there are.
-    unsafe fn args<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
-        self,
-        [partial, softmax]: [Handle; 2],
-        counters: Option<&Counters>,
-    ) -> AttentionArgsLaunch<F, N, C, W, S> {
-        let [tiles, ..] = self.cubes();
-        let Self { operands, output, shape, plan, last, .. } = self;
-        let AttentionShape { batch, heads, kv_heads, capacity, head_dim, .. } = shape;
-        let columns = plan.columns() as usize;
-        let outputs = batch * heads * tiles as usize;
-        let cached = batch * kv_heads * capacity;
-        // A dense cache has no scales: other memory stands for them, and is not used.
-        let (key_scales, value_scales, scales) = match operands.packed {
-            None => (softmax.clone(), softmax.clone(), 2 * outputs),
-            Some(PackedKv { format, key_scales, value_scales }) => {
-                let [_, scale_bytes] = format.bytes_of_head(head_dim);
-                (key_scales, value_scales, cached * scale_bytes)
-            }
-        };
-        // `last` is the last position of both tables.
-        let angles = (last as usize + 1) * head_dim / 2;
-        let mut joined = SequenceArg::new();
-        // SAFETY: as in `launch`.
-        unsafe {
-            if let Some(counters) = counters {
-                joined.push(JoinedArgsLaunch::new(
-                    BufferArg::from_raw_parts(output, batch * heads * head_dim),
-                    BufferArg::from_raw_parts(counters.handle(), Counters::LEN),
-                ));
-            }
-            AttentionArgsLaunch::new(
-                BufferArg::from_raw_parts(operands.queries, batch * heads * columns),
-                BufferArg::from_raw_parts(operands.keys, batch * kv_heads * columns),
-                BufferArg::from_raw_parts(operands.values, batch * kv_heads * columns),
-                BufferArg::from_raw_parts(operands.key_cache, cached * columns),
-                BufferArg::from_raw_parts(operands.value_cache, cached * columns),
-                BufferArg::from_raw_parts(key_scales, scales),
-                BufferArg::from_raw_parts(value_scales, scales),
-                BufferArg::from_raw_parts(operands.cos, angles),
-                BufferArg::from_raw_parts(operands.sin, angles),
-                BufferArg::from_raw_parts(operands.position, 1),
-                BufferArg::from_raw_parts(partial, outputs * head_dim),
-                BufferArg::from_raw_parts(softmax, 2 * outputs),
-                joined,
-                capacity as u32,
-                last,
-                plan,
-            )
-        }
-    }
-}
-
-/// Attends to the tile of each cube.
-#[cube(launch_unchecked)]
-fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
-    attention: &mut AttentionArgs<F, N, C, W, S>,
-) {
-    let cube = AttentionCube {
-        tile: CUBE_POS_X,
-        tiles: CUBE_COUNT_X,
-        group: CUBE_POS_Y,
-        groups: CUBE_COUNT_Y,
-        sequence: CUBE_POS_Z,
-    };
-    attend_tile::<F, N, C, W, S>(attention, &cube);
-}
-
-/// Runs the second loop at the head of this file.
-#[cube(launch_unchecked)]
-fn combine_kernel<F: Float>(
-    partial: &[f32],
-    softmax: &[f32],
-    position: &[i32],
-    output: &mut [F],
-    tiles: u32,
-    last: u32,
-    #[comptime] plan: AttentionPlan,
-) {
-    let AttentionPlan { head_dim, parts, conversion, .. } = comptime!(plan);
-    let width = comptime!(head_dim.next_power_of_two());
-    let head = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
-    let count = position_of(position, 0u32, last) / comptime!(plan.tile) + 1;
-    let first = head * tiles;
-    let (part, slot) = (UNIT_POS / width, UNIT_POS % width);
-    // A part without tiles has a sum of 0.
-    let mut largest = f32::min_value();
-    let mut tile = part;
-    while tile < count {
-        largest = max(largest, softmax[(2 * (first + tile)) as usize]);
-        tile += parts;
-    }
-    let mut sum = 0.0f32.runtime();
-    let mut total = 0.0f32.runtime();
-    let mut tile = part;
-    while tile < count {
-        let at = first + tile;
-        let factor = (softmax[(2 * at) as usize] - largest).exp();
-        sum = fma(factor, softmax[(2 * at + 1) as usize], sum);
-        // Units beyond the head repeat its last value, and store nothing.
-        let from = at * head_dim + min(slot, comptime!(head_dim - 1));
-        total = fma(factor, partial[from as usize], total);
-        tile += parts;
-    }
-    if comptime!(parts > 1) {
-        let mut largests = Shared::<[f32]>::new_slice(comptime!(parts as usize));
-        let mut sums = Shared::<[f32]>::new_slice(comptime!(parts as usize));
-        let mut totals = Shared::<[f32]>::new_slice(comptime!((parts * width) as usize));
-        if slot == 0u32 {
-            largests[part as usize] = largest;
-            sums[part as usize] = sum;
-        }
-        totals[UNIT_POS as usize] = total;
-        sync_cube();
-        #[unroll]
-        for part in 0..parts {
-            largest = max(largest, largests[part as usize]);
-        }
-        sum = 0.0f32.runtime();
-        total = 0.0f32.runtime();
-        #[unroll]
-        for part in 0..parts {
-            let factor = (largests[part as usize] - largest).exp();
-            sum = fma(factor, sums[part as usize], sum);
-            total = fma(factor, totals[(comptime!(part * width) + slot) as usize], total);
-        }
-    }
-    if part == 0u32 && slot < head_dim {
-        output[(head * head_dim + channel_of(slot, plan)) as usize] =
-            narrow::<F>(total / sum, conversion);
     }
 }
 

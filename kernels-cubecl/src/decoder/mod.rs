@@ -4,7 +4,7 @@
 //! |----------------|--------------------------------------------------------------------------|
 //! | `norm.rs`      | [`rms_norm`], also of a residual stream and its update                   |
 //! | `attention.rs` | [`attend`]: one token's RoPE, the KV cache in place, attention to it     |
-//! | `attention_plan.rs`, `attention_tile.rs` | its sizes, and what a cube computes            |
+//! | `attention_kernel.rs`, `attention_plan.rs` | its kernels, and their sizes               |
 //! | `kv_cache.rs`  | [`dequantize_heads`]: packed KV caches, written and read                 |
 //! | `prefill.rs`   | [`rotate_into_cache`], [`attention_weights`]: the same for many tokens   |
 //! | `flash.rs`     | [`flash_attention`]: for many tokens, without scores in memory           |
@@ -18,8 +18,8 @@
 
 mod argmax;
 mod attention;
+mod attention_kernel;
 mod attention_plan;
-pub(crate) mod attention_tile;
 mod dense_gemv;
 mod flash;
 mod head;
@@ -32,7 +32,7 @@ mod sample;
 pub(crate) mod swiglu;
 
 pub use argmax::argmax;
-pub use attention::{AttentionHandles, AttentionLaunch, attend, check_attention};
+pub use attention::{AttentionHandles, attend, check_attention};
 pub use dense_gemv::{MAX_DENSE_GEMV_ROWS, dense_gemv};
 pub use flash::{check_flash_attention, flash_attention};
 pub use int8_gemv::{MAX_INT8_GEMV_ROWS, int8_gemv};

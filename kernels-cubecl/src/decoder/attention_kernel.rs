@@ -1,5 +1,25 @@
-//! Attention of one token to a tile of a KV cache, and the sum of tiles: what `attention.rs`
-//! launches.
+//! Kernels of `attention.rs`.
+//!
+//! ```text
+//! a cube takes a tile of positions of a sequence and a key head, for queries that share the head:
+//!     load the keys and values of the tile, a vector of channels per unit and step    (load_tile)
+//!     the cube of the token's own position rotates the new key, writes it and the new value to the
+//!     cache, and takes both from there on                                             (write_own)
+//!     rotate the queries
+//!     scores[query][position] = the products of the vectors of a position, in order of channels
+//!     weights = exp(scores - their maximum); keep the maximum and the sum
+//!     output[query] = weights x values: units add their positions, then are added in order
+//!     with counters: divide the output of a single tile by the sum; of several, the last cube adds
+//!     the tiles, as below                                                             (join_tiles)
+//! without counters, in a second launch, a cube takes a query head:
+//!     parts of its units take turns along the tiles, and scale their outputs to one maximum
+//!     add the parts in order, scaled to one maximum; divide by the sum
+//! ```
+//!
+//! Tiles beyond the token's position do nothing. All arithmetic is f32, in an order that depends
+//! only on shape, dtype and device. All that a cube needs of device memory is loaded at once: to
+//! wait for it takes longer than to compute. A packed key and value are quantized to the cache
+//! first, and loaded from it.
 
 use burn_fp4_search::host::KvFormat;
 use cubecl::prelude::*;
@@ -14,7 +34,7 @@ use crate::numeric::hadamard::{SIZE, sum_by_butterflies};
 /// Operands of the attention of a token, as a kernel takes them. The cache has vectors of `C`, and
 /// scales in `S`.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct AttentionArgs<F: Float, N: Size, C: Numeric, W: Size, S: Int> {
+pub(super) struct AttentionArgs<F: Float, N: Size, C: Numeric, W: Size, S: Int> {
     queries: &'static [Vector<F, N>],
     keys: &'static [Vector<F, N>],
     values: &'static [Vector<F, N>],
@@ -30,7 +50,7 @@ pub(crate) struct AttentionArgs<F: Float, N: Size, C: Numeric, W: Size, S: Int> 
     /// The largest score of a tile, and the sum of its weights.
     softmax: &'static mut [f32],
     /// What the cube that adds the tiles needs, or nothing.
-    pub(crate) joined: Sequence<JoinedArgs<F>>,
+    joined: Sequence<JoinedArgs<F>>,
     capacity: u32,
     /// Last position that has both a place and a rotation.
     last: u32,
@@ -40,34 +60,20 @@ pub(crate) struct AttentionArgs<F: Float, N: Size, C: Numeric, W: Size, S: Int> 
 
 /// Output and counters of the cube that adds the tiles.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct JoinedArgs<F: Float> {
-    pub(crate) output: &'static mut [F],
+pub(super) struct JoinedArgs<F: Float> {
+    output: &'static mut [F],
     /// One for the cubes of the same queries.
     counters: &'static mut [u32],
 }
 
-/// What a cube attends to.
-#[derive(CubeType, Clone, Copy)]
-pub(crate) struct AttentionCube {
-    /// Its tile of the cache, and the number of tiles.
-    pub(crate) tile: u32,
-    pub(crate) tiles: u32,
-    /// Its queries that share a key head, and the number of these groups of a sequence.
-    pub(crate) group: u32,
-    pub(crate) groups: u32,
-    pub(crate) sequence: u32,
-}
-
-/// Runs the first loop at the head of `attention.rs`.
-#[cube]
-pub(crate) fn attend_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
+/// Runs the first loop at the head of this file.
+#[cube(launch_unchecked)]
+pub(super) fn attend_kernel<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     attention: &mut AttentionArgs<F, N, C, W, S>,
-    cube: &AttentionCube,
 ) {
-    let tile = comptime!(attention.plan.tile);
     let position = position_of(attention.position, 0u32, attention.last);
-    if cube.tile * tile <= position {
-        attend_to_tile::<F, N, C, W, S>(attention, cube, position);
+    if CUBE_POS_X * comptime!(attention.plan.tile) <= position {
+        attend_to_tile::<F, N, C, W, S>(attention, position);
     }
 }
 
@@ -80,11 +86,11 @@ struct Loaded<C: Numeric, W: Size> {
     value_scales: Array<f32>,
 }
 
+/// Attends to the tile of the cube.
 #[cube]
 #[allow(clippy::too_many_lines, reason = "shared memory of a cube")]
 fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     attention: &mut AttentionArgs<F, N, C, W, S>,
-    cube: &AttentionCube,
     position: u32,
 ) {
     let plan = comptime!(attention.plan);
@@ -96,9 +102,9 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     let half = comptime!(plan.columns() / 2);
     let step = comptime!(plan.step());
     let steps = comptime!(tile.div_ceil(step));
-    let start = cube.tile * tile;
-    let (kv_head, group) = (cube.group / groups, cube.group % groups);
-    let key_head = cube.sequence * (cube.groups / groups) + kv_head;
+    let start = CUBE_POS_X * tile;
+    let (kv_head, group) = (CUBE_POS_Y / groups, CUBE_POS_Y % groups);
+    let key_head = CUBE_POS_Z * (CUBE_COUNT_Y / groups) + kv_head;
     let first_query = key_head * comptime!(groups * rows) + group * rows;
     let first_head = key_head * attention.capacity;
     let angles = position * comptime!(head_dim / 2);
@@ -272,7 +278,7 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
             sum = plane_sum(sum);
         }
         if lane == 0u32 {
-            let to = 2 * ((first_query + row) * cube.tiles + cube.tile);
+            let to = 2 * ((first_query + row) * CUBE_COUNT_X + CUBE_POS_X);
             attention.softmax[to as usize] = largest;
             attention.softmax[(to + 1) as usize] = sum;
             totals[row as usize] = sum;
@@ -334,7 +340,7 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
         let (row, slot) = (at / head_dim, at % head_dim);
         let head = first_query + row;
         // In the order of shared memory: what adds the tiles puts channels in their places.
-        let to = (head * cube.tiles + cube.tile) * head_dim + slot;
+        let to = (head * CUBE_COUNT_X + CUBE_POS_X) * head_dim + slot;
         attention.partial[to as usize] = sum;
         #[unroll]
         for index in 0..attention.joined.len() {
@@ -350,13 +356,13 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
         at += units;
     }
     if position >= tile {
-        join_tiles::<F, N, C, W, S>(attention, cube, first_query, position);
+        join_tiles::<F, N, C, W, S>(attention, first_query, position);
     }
 }
 
 /// Returns the channel of a place among the outputs of a query in shared memory.
 #[cube]
-pub(super) fn channel_of(slot: u32, #[comptime] plan: AttentionPlan) -> u32 {
+fn channel_of(slot: u32, #[comptime] plan: AttentionPlan) -> u32 {
     let columns = comptime!(plan.columns());
     slot % columns * plan.vector + slot / columns
 }
@@ -437,7 +443,6 @@ fn write_own<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
 #[cube]
 fn join_tiles<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     attention: &mut AttentionArgs<F, N, C, W, S>,
-    cube: &AttentionCube,
     first_query: u32,
     position: u32,
 ) {
@@ -451,7 +456,7 @@ fn join_tiles<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
         sync_cube();
         let joined = attention.joined.index_mut(index);
         if UNIT_POS == 0 {
-            let group = cube.sequence * cube.groups + cube.group;
+            let group = CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y;
             let before = arrive(joined.counters, group, true);
             if before + 1 == count {
                 joined.counters[group as usize] = 0u32;
@@ -467,7 +472,7 @@ fn join_tiles<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
                 &*attention.softmax,
                 joined.output,
                 first_query,
-                cube.tiles,
+                CUBE_COUNT_X,
                 count,
                 plan,
             );
@@ -582,5 +587,70 @@ fn transform_queries(queries: &mut Shared<[f32]>, #[comptime] plan: AttentionPla
             queries[to as usize] = elements[comptime!(index as usize)];
         }
         at += units;
+    }
+}
+
+/// Runs the second loop at the head of this file.
+#[cube(launch_unchecked)]
+pub(super) fn combine_kernel<F: Float>(
+    partial: &[f32],
+    softmax: &[f32],
+    position: &[i32],
+    output: &mut [F],
+    tiles: u32,
+    last: u32,
+    #[comptime] plan: AttentionPlan,
+) {
+    let AttentionPlan { head_dim, parts, conversion, .. } = comptime!(plan);
+    let width = comptime!(head_dim.next_power_of_two());
+    let head = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
+    let count = position_of(position, 0u32, last) / comptime!(plan.tile) + 1;
+    let first = head * tiles;
+    let (part, slot) = (UNIT_POS / width, UNIT_POS % width);
+    // A part without tiles has a sum of 0.
+    let mut largest = f32::min_value();
+    let mut tile = part;
+    while tile < count {
+        largest = max(largest, softmax[(2 * (first + tile)) as usize]);
+        tile += parts;
+    }
+    let mut sum = 0.0f32.runtime();
+    let mut total = 0.0f32.runtime();
+    let mut tile = part;
+    while tile < count {
+        let at = first + tile;
+        let factor = (softmax[(2 * at) as usize] - largest).exp();
+        sum = fma(factor, softmax[(2 * at + 1) as usize], sum);
+        // Units beyond the head repeat its last value, and store nothing.
+        let from = at * head_dim + min(slot, comptime!(head_dim - 1));
+        total = fma(factor, partial[from as usize], total);
+        tile += parts;
+    }
+    if comptime!(parts > 1) {
+        let mut largests = Shared::<[f32]>::new_slice(comptime!(parts as usize));
+        let mut sums = Shared::<[f32]>::new_slice(comptime!(parts as usize));
+        let mut totals = Shared::<[f32]>::new_slice(comptime!((parts * width) as usize));
+        if slot == 0u32 {
+            largests[part as usize] = largest;
+            sums[part as usize] = sum;
+        }
+        totals[UNIT_POS as usize] = total;
+        sync_cube();
+        #[unroll]
+        for part in 0..parts {
+            largest = max(largest, largests[part as usize]);
+        }
+        sum = 0.0f32.runtime();
+        total = 0.0f32.runtime();
+        #[unroll]
+        for part in 0..parts {
+            let factor = (largests[part as usize] - largest).exp();
+            sum = fma(factor, sums[part as usize], sum);
+            total = fma(factor, totals[(comptime!(part * width) + slot) as usize], total);
+        }
+    }
+    if part == 0u32 && slot < head_dim {
+        output[(head * head_dim + channel_of(slot, plan)) as usize] =
+            narrow::<F>(total / sum, conversion);
     }
 }

@@ -287,7 +287,7 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     }
     sync_cube();
 
-    let (plane_place, lanes) = comptime!((plan.added * columns, plan.added > 1));
+    let added = comptime!(plan.added * columns);
     #[unroll]
     for row in 0..rows {
         let mut sums = Array::<f32>::new(comptime!(vector as usize));
@@ -319,10 +319,10 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
                 sums[channel] += other;
             }
         }
-        if place < step && (comptime!(!lanes) || UNIT_POS % plane_place < columns) {
+        if place < step && UNIT_POS % added < columns {
             #[unroll]
             for channel in 0..vector {
-                let to = UNIT_POS / plane_place * output_stride
+                let to = UNIT_POS / added * output_stride
                     + comptime!((row * vector + channel) * columns);
                 shared[(to + column) as usize] = sums[channel as usize];
             }

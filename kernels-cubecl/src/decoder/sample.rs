@@ -12,7 +12,7 @@
 //! digit, and the digits are summed from the largest down.
 //!
 //! With top-k few logits matter. The k-th largest of the units' largest logits is a floor: at least
-//! k logits reach it. If no unit has more than a few vectors with such a logit, the rest is not read
+//! k logits reach it. If no unit has more than a few vectors with such a logit, only these are read
 //! again. The bits are the same, since all others weigh 0.
 
 use burn_fp4_search::host::{SampleOptions, View};

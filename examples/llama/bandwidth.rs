@@ -9,9 +9,8 @@ use serde::Serialize;
 use super::generate::Generated;
 use super::model::{Llama, Projection};
 
-/// Values of the larger of the tensors that are copied: 0.5 GB, and a quarter is still more than
-/// any cache.
-const VALUES: usize = 1 << 27;
+/// Values of the larger of the tensors that are copied: 1 GB.
+const VALUES: usize = 1 << 28;
 const COPIES: usize = 10;
 
 /// Memory that a decode step reads, and how fast.
@@ -29,7 +28,7 @@ pub struct Bandwidth {
 
 impl Bandwidth {
     /// Measures a copy, and compares the decode steps of a generation with it. Returns `None` if no
-    /// steps were timed.
+    /// steps were timed, or the copy could not be.
     ///
     /// # Errors
     /// Errors of the device.
@@ -44,7 +43,8 @@ impl Bandwidth {
         let tokens = generated.sequences.iter().map(Vec::len).max().unwrap_or(0);
         let context = generated.prompt_tokens + tokens / 2;
         let bytes = model.bytes_of_weights() + sequences * context * model.bytes_of_position();
-        let (gb_per_step, copy_gb_per_second) = (bytes as f64 / 1e9, copy(device)? / 1e9);
+        let Some(copy) = copy(device)? else { return Ok(None) };
+        let (gb_per_step, copy_gb_per_second) = (bytes as f64 / 1e9, copy / 1e9);
         let gb_per_second = gb_per_step / seconds;
         let share_of_copy = gb_per_second / copy_gb_per_second;
         Ok(Some(Self { gb_per_step, gb_per_second, copy_gb_per_second, share_of_copy }))
@@ -52,11 +52,12 @@ impl Bandwidth {
 }
 
 /// Measures how many bytes a second a device reads and writes, by copies of two sizes: the host
-/// waits equally long for both.
-fn copy(device: &Device) -> Result<f64> {
-    let [small, large] = [VALUES / 4, VALUES].map(|values| seconds_of_copy(values, device));
-    let bytes = 2 * (VALUES - VALUES / 4) * size_of::<f32>();
-    Ok(bytes as f64 / (large? - small?))
+/// waits equally long for both. Returns `None` if it waits so unevenly that the larger is faster.
+fn copy(device: &Device) -> Result<Option<f64>> {
+    let small = seconds_of_copy(VALUES / 2, device)?;
+    let large = seconds_of_copy(VALUES, device)?;
+    let bytes = 2 * (VALUES / 2) * size_of::<f32>();
+    Ok((large > small).then(|| bytes as f64 / (large - small)))
 }
 
 /// Returns the time of the fastest of some copies.

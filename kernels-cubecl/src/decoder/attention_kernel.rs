@@ -4,11 +4,12 @@
 //! a cube takes a tile of positions of a sequence and a key head, for queries that share the head:
 //!     load the keys and values of the tile, a vector of channels per unit and step    (load_tile)
 //!     the cube of the token's own position rotates the new key, writes it and the new value to the
-//!     cache, and takes both from there on                                             (write_own)
+//!     cache, and has both at hand                                                     (write_own)
 //!     rotate the queries
 //!     scores[query][position] = the products of the vectors of a position, in order of channels
 //!     weights = exp(scores - their maximum); keep the maximum and the sum
-//!     output[query] = weights x values: units add their positions, then are added in order
+//!     output[query] = weights x values: units add their positions, then units of one column in a
+//!     plane (on Hopper), then places in order
 //!     with counters: divide the output of a single tile by the sum; of several, the last cube adds
 //!     the tiles, as below                                                             (join_tiles)
 //! without counters, in a second launch, a cube takes a query head:
@@ -49,7 +50,7 @@ pub(super) struct AttentionArgs<F: Float, N: Size, C: Numeric, W: Size, S: Int> 
     partial: &'static mut [f32],
     /// The largest score of a tile, and the sum of its weights.
     softmax: &'static mut [f32],
-    /// What the cube that adds the tiles needs, or nothing.
+    /// Output and counters; none without counters.
     joined: Sequence<JoinedArgs<F>>,
     capacity: u32,
     /// Last position that has both a place and a rotation.
@@ -287,7 +288,7 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
     }
     sync_cube();
 
-    let added = comptime!(plan.added * columns);
+    let units_of_place = comptime!(plan.added * columns);
     #[unroll]
     for row in 0..rows {
         let mut sums = Array::<f32>::new(comptime!(vector as usize));
@@ -319,10 +320,10 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
                 sums[channel] += other;
             }
         }
-        if place < step && UNIT_POS % added < columns {
+        if place < step && UNIT_POS % units_of_place < columns {
             #[unroll]
             for channel in 0..vector {
-                let to = UNIT_POS / added * output_stride
+                let to = UNIT_POS / units_of_place * output_stride
                     + comptime!((row * vector + channel) * columns);
                 shared[(to + column) as usize] = sums[channel as usize];
             }
@@ -348,7 +349,7 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
                 // Its only tile.
                 let to = head * head_dim + channel_of(slot, plan);
                 // Never -0, as the sum of tiles.
-                let value = (sum + 0.0f32) / totals[row as usize];
+                let value = fma(1.0f32, sum, 0.0f32) / totals[row as usize];
                 attention.joined.index_mut(index).output[to as usize] =
                     narrow::<F>(value, conversion);
             }

@@ -136,8 +136,8 @@ impl AttentionPlan {
         self.step() / self.added
     }
 
-    /// Values between the outputs of two positions in shared memory. Planes that write two
-    /// positions of 16 columns use 32 banks.
+    /// Values between the outputs of two places in shared memory. Planes that write two places of
+    /// 16 columns use 32 banks.
     pub(super) const fn output_stride(&self) -> u32 {
         self.queries * self.head_dim + self.columns()
     }
@@ -151,7 +151,8 @@ impl AttentionPlan {
 
     /// Bytes in shared memory.
     pub(super) const fn bytes(&self) -> usize {
-        let queries = self.queries * (self.head_dim + self.tile);
+        // With the sums of their weights.
+        let queries = self.queries * (self.head_dim + self.tile + 1);
         // With the largest magnitudes of the blocks of a packed key and value.
         let own = match self.format {
             None => self.head_dim,
@@ -165,7 +166,7 @@ impl AttentionPlan {
 mod tests {
     use super::*;
     use crate::decoder::check_attention;
-    use crate::plan::{CPU, GPU, Portable};
+    use crate::plan::{CPU, GPU, Portable, WgmmaSupport};
 
     const SHAPE: AttentionShape =
         AttentionShape { batch: 1, tokens: 1, heads: 8, kv_heads: 2, head_dim: 64, capacity: 9 };
@@ -187,8 +188,10 @@ mod tests {
             ..GPU
         };
         let vulkan = wgpu(32, 48 << 10, 1024);
+        let hopper = Capability { wgmma: WgmmaSupport::Ptx, ..GPU };
         let devices = [
             GPU,
+            hopper,
             CPU,
             vulkan,
             wgpu(1, 16 << 10, 256),
@@ -208,6 +211,7 @@ mod tests {
                         let plan = AttentionPlan::new(&shape, dtype, format, &device);
                         assert!(plan.bytes() <= device.shared_memory(), "{plan:?}");
                         assert!(plan.step() > 0 && plan.tile > 0 && plan.parts > 0, "{plan:?}");
+                        assert_eq!(plan.places() * plan.added, plan.step(), "{plan:?}");
                         let whole =
                             plan.units >= plan.plane && plan.units.is_multiple_of(plan.plane);
                         assert!(whole, "{plan:?}");

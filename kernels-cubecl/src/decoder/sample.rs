@@ -21,7 +21,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::{bf16, f16};
 
-use super::row::{TOGETHER, load_together, max_of_cube, sum_of_cube, widest_vector};
+use super::row::{TOGETHER, max_of_cube, sum_of_cube, widest_vector};
 use crate::memory::check_memory;
 use crate::plan::{Capability, Dtype, Refusal};
 
@@ -110,8 +110,8 @@ fn launch<F: Float>(
 ) {
     let vector = widest_vector(vocab_size, dtype);
     let (vectors, len) = ((vocab_size / vector) as u32, rows * vocab_size / vector);
-    // 16 sums of a unit and its kept vectors leave some of the shared memory.
-    let most = (device.shared_memory() / 4) as u32 / (17 + MAX_KEPT);
+    // A unit has 16 sums, its kept vectors, and a value of each reduction over the cube.
+    let most = (device.shared_memory() / 4) as u32 / (20 + MAX_KEPT);
     let plan = Plan {
         units: device.units_of_row(MAX_UNITS.min(1 << most.max(1).ilog2())),
         plane: device.plane,
@@ -181,10 +181,11 @@ fn mass(
     select(key(logit) >= least, weight, 0.0f32.runtime())
 }
 
-/// The vectors of a row that a unit reads: every `units`-th, or those that it keeps.
+/// The vectors of a row that a unit reads.
 #[derive(CubeType, Clone, Copy)]
 struct Visits {
     count: u32,
+    /// True for those on the unit's list; otherwise they are every `units`-th of the row.
     kept: bool,
 }
 
@@ -202,7 +203,7 @@ fn load_visits<F: Float, N: Size>(
     let mut loaded = Array::<Vector<F, N>>::new(comptime!(TOGETHER as usize));
     #[unroll]
     for turn in 0..TOGETHER {
-        let own = place(list, visits, min(at + turn, visits.count - 1), plan);
+        let own = place_in_row(list, visits, min(at + turn, visits.count - 1), plan);
         loaded[turn as usize] = logits[(first + own) as usize];
     }
     loaded
@@ -210,7 +211,7 @@ fn load_visits<F: Float, N: Size>(
 
 /// Returns the place in its row of a vector that a unit reads.
 #[cube]
-fn place(list: &Shared<[u32]>, visits: &Visits, number: u32, #[comptime] plan: Plan) -> u32 {
+fn place_in_row(list: &Shared<[u32]>, visits: &Visits, number: u32, #[comptime] plan: Plan) -> u32 {
     let mut place = number * plan.units + UNIT_POS;
     if comptime!(plan.top_k) {
         if visits.kept {
@@ -220,8 +221,8 @@ fn place(list: &Shared<[u32]>, visits: &Visits, number: u32, #[comptime] plan: P
     place
 }
 
-/// Keeps the vectors of a unit that have one of the `top_k` largest logits of the row, given the
-/// unit's largest; all if they are many.
+/// Keeps the vectors of a unit with a logit that reaches the floor, given the unit's largest logit.
+/// Keeps all if any unit has more than [`MAX_KEPT`].
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn keep<F: Float, N: Size>(
@@ -378,19 +379,20 @@ fn largest_key<F: Float, N: Size>(
     prefix << comptime!(32 - 4 * digits)
 }
 
-/// Returns the largest of a unit's logits.
+/// Returns the largest of a unit's own logits.
 #[cube]
 fn largest_of_unit<F: Float, N: Size>(
     logits: &[Vector<F, N>],
+    list: &Shared<[u32]>,
     first: u32,
-    vectors: u32,
+    visits: &Visits,
     #[comptime] plan: Plan,
 ) -> f32 {
-    let Plan { units, vector, .. } = comptime!(plan);
+    let vector = comptime!(plan.vector);
     let mut largest = f32::min_value();
-    let mut at = UNIT_POS;
-    while at < vectors {
-        let loaded = load_together::<F, N>(logits, first, at, vectors, units);
+    let mut at = 0u32.runtime();
+    while at < visits.count {
+        let loaded = load_visits::<F, N>(logits, list, first, visits, at, plan);
         #[unroll]
         for turn in 0..TOGETHER {
             #[unroll]
@@ -398,7 +400,7 @@ fn largest_of_unit<F: Float, N: Size>(
                 largest = max(largest, logit_of::<F, N>(loaded[turn as usize], index));
             }
         }
-        at += comptime!(TOGETHER * units);
+        at += TOGETHER;
     }
     largest
 }
@@ -425,12 +427,12 @@ fn sample_kernel<F: Float, N: Size>(
     let first = row * vectors;
     let mut sums = Shared::<[f32]>::new_slice(comptime!((16 * (units + 1)) as usize));
 
-    let own = largest_of_unit::<F, N>(logits, first, vectors, plan);
-    let largest = max_of_cube::<f32>(own, plane, units);
     let count = (vectors + comptime!(units - 1) - UNIT_POS) / units;
     let mut visits = Visits { count, kept: false.runtime() };
     let list_len = comptime!(if plan.top_k { MAX_KEPT * units } else { 1 });
     let mut list = Shared::<[u32]>::new_slice(comptime!(list_len as usize));
+    let own = largest_of_unit::<F, N>(logits, &list, first, &visits, plan);
+    let largest = max_of_cube::<f32>(own, plane, units);
     let mut least = 0u32.runtime();
     if comptime!(plan.top_k) {
         if comptime!(units > 1) {
@@ -497,7 +499,7 @@ fn sample_kernel<F: Float, N: Size>(
         let mut token = 0u32.runtime();
         let mut done = false.runtime();
         for number in 0..visits.count {
-            let at = place(&list, &visits, number, plan);
+            let at = place_in_row(&list, &visits, number, plan);
             let loaded = logits[(first + at) as usize];
             #[unroll]
             for index in 0..comptime!(vector as usize) {

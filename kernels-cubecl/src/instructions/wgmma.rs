@@ -53,8 +53,9 @@ pub(crate) trait WgmmaInstructions: 'static + Send + Sync {
     fn address<T: CubePrimitive>(shared: &[T]) -> u32;
 
     /// Starts to copy `each` elements from device memory to shared memory, which begins at
-    /// `address`, if this is `wanted`. `at` and `to` count in runs of `each` elements. A branch
-    /// around the call instead of `wanted` would serialize the multiplications.
+    /// `address`, if this is `wanted`. `at` and `to` count in runs of `each` elements, and `offset`
+    /// counts further ones from `at`. A branch around the call instead of `wanted` would serialize
+    /// the multiplications.
     fn copy<T: CubePrimitive>(
         wanted: bool,
         shared: &mut [T],

@@ -175,7 +175,7 @@ pub(super) struct SmallM {
     pub tile_m: u32,
     /// K tiles of a packed row, for one row of the input: its kernel is compiled for their number.
     pub k_tiles: u32,
-    /// True if n tiles divide the packed rows of each weight.
+    /// For one row of the input: true if 16 divides the packed rows of each weight.
     pub whole: bool,
     /// True for SwiGLU of the outputs of two weights: a plane has eight packed rows of each.
     pub gated: bool,

@@ -68,7 +68,7 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let device = arguments.device.device();
+    let device = arguments.device.device()?;
     device.seed(1);
     let text = Text::genesis()?;
     let bar = progress::bar(arguments.steps);

@@ -53,7 +53,7 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let device = arguments.device.device();
+    let device = arguments.device.device()?;
     device.seed(1);
     let text = Text::genesis()?;
     let [first, second] = text.halves();

@@ -50,7 +50,7 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments) -> Result<()> {
-    let device = arguments.device.device();
+    let device = arguments.device.device()?;
     device.seed(7);
     let (train, test) = Digits::train_and_test()?;
 

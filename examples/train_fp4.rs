@@ -92,7 +92,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         let needs = format!("--plot: pass --task text or all, and --steps of {POINT} or more");
         Arguments::command().error(ErrorKind::ArgumentConflict, needs).exit();
     }
-    let device = arguments.device.device();
+    let device = arguments.device.device()?;
     let mut rows = Vec::new();
     if arguments.task != Dataset::Text {
         rows.extend(digits(arguments, &device)?);

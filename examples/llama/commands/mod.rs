@@ -100,7 +100,7 @@ impl DeviceOptions {
 
     /// Returns the device, with the dtype as its default.
     fn device(&self) -> Result<Device> {
-        let mut device = self.device.device();
+        let mut device = self.device.device()?;
         device.configure(match self.dtype {
             ComputeDType::F32 => FloatDType::F32,
             ComputeDType::Bf16 => FloatDType::BF16,

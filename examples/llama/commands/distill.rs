@@ -69,7 +69,7 @@ struct Report {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    let dialect = arguments.output.dialect_or(None);
+    let dialect = arguments.output.dialect_or(None, &arguments.out);
     let scheme = scheme(arguments.format, arguments.distillation.distill_method);
     let scheme = if has_tensor_scales(&dialect)? { scheme } else { scheme.without_tensor_scale() };
     let device = arguments.device.device()?;

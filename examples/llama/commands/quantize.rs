@@ -1,6 +1,6 @@
 //! `llama quantize`: quantizes a folder to FP4.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use burn::nn::Linear;
@@ -48,17 +48,20 @@ pub(crate) struct Arguments {
 #[derive(clap::Args)]
 pub(crate) struct OutputOptions {
     /// Dialect of the tensors: compressed-tensors, modelopt, mlx, or another that `fp4 convert
-    /// --help` lists; defaults to the dialect of the recipe, then to compressed-tensors, or to
-    /// fp-quant with --hadamard.
+    /// --help` lists; defaults to the dialect of the recipe, then to compressed-tensors, to
+    /// fp-quant with --hadamard, or to gguf for a path that ends in .gguf.
     #[arg(long)]
     dialect: Option<String>,
 }
 
 impl OutputOptions {
-    /// Returns the dialect, given the dialect of a recipe.
-    pub(crate) fn dialect_or(&self, of_recipe: Option<String>) -> String {
+    /// Returns the dialect of what is written to a path, given the dialect of a recipe.
+    pub(crate) fn dialect_or(&self, of_recipe: Option<String>, out: &Path) -> String {
         let dialect = self.dialect.clone().or(of_recipe);
-        dialect.unwrap_or_else(|| "compressed-tensors".to_owned())
+        dialect.unwrap_or_else(|| {
+            let is_file = out.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf"));
+            if is_file { "gguf" } else { "compressed-tensors" }.to_owned()
+        })
     }
 }
 
@@ -87,7 +90,7 @@ pub(crate) fn has_tensor_scales(dialect: &str) -> Result<bool> {
 fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Config, String)> {
     let Some(path) = &arguments.recipe else {
         let transforms = arguments.options.hadamard.map(|_| "fp-quant".to_owned());
-        let dialect = arguments.output.dialect_or(transforms);
+        let dialect = arguments.output.dialect_or(transforms, &arguments.out);
         let mut config = arguments.options.config(model)?;
         if !has_tensor_scales(&dialect)? {
             let method = config.scheme.method;
@@ -108,7 +111,7 @@ fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Con
          remove it",
         path.display()
     );
-    let dialect = arguments.output.dialect_or(recipe.dialect.take());
+    let dialect = arguments.output.dialect_or(recipe.dialect.take(), &arguments.out);
     // The dialect decides if layers that engines fuse share a tensor scale.
     recipe.dialect = Some(dialect.clone());
     Ok((Fp4Config::of_recipe(&recipe, &names())?, dialect))

@@ -211,6 +211,7 @@ fn load_visits<F: Float, N: Size>(
 
 /// Returns the place in its row of a vector that a unit reads.
 #[cube]
+#[allow(clippy::collapsible_if, reason = "the outer condition is one of the compilation")]
 fn place_in_row(list: &Shared<[u32]>, visits: &Visits, number: u32, #[comptime] plan: Plan) -> u32 {
     let mut place = number * plan.units + UNIT_POS;
     if comptime!(plan.top_k) {

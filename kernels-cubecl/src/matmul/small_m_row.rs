@@ -198,7 +198,7 @@ pub(super) fn multiply_row<
             step += 1u32;
         }
         if turn < end {
-            copy_codes::<C, F, S, W>(
+            copy_codes::<C, S, W>(
                 weight, up, n, shared, scales, &slots, slot, load_tile, load_at, lane, blueprint,
                 plan,
             );

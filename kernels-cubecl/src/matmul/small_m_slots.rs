@@ -63,7 +63,7 @@ pub(super) fn place_of_codes(row: u32, vector: u32) -> u32 {
 /// beyond the last. `up` is the other weight of SwiGLU. Lanes that are next to each other copy
 /// vectors that are.
 #[cube]
-pub(super) fn copy_codes<C: WgmmaInstructions, F: Float, S: Int, W: Size>(
+pub(super) fn copy_codes<C: WgmmaInstructions, S: Int, W: Size>(
     weight: &PackedIn<S, W>,
     up: &PackedIn<S, W>,
     n: u32,

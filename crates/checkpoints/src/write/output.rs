@@ -104,9 +104,9 @@ impl Planned<'_> {
     ///
     /// # Errors
     /// Something is at `path`, or it ends like a file for a dialect that is a folder, or otherwise
-    /// than in `.gguf` for GGUF; another process writes there, or what is there was left by none; an earlier write has left weights that `start` does not
-    /// give up; what is gone on with was another task; there is too little space; and what the file
-    /// system refuses.
+    /// than in `.gguf` for GGUF; another process writes there, or what is there was left by none;
+    /// an earlier write has left weights that `start` does not give up; what is gone on with was
+    /// another task; there is too little space; and what the file system refuses.
     pub fn create(
         &self,
         path: &Path,

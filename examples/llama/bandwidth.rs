@@ -9,9 +9,10 @@ use serde::Serialize;
 use super::generate::Generated;
 use super::model::{Llama, Projection};
 
-/// Values of the larger of the tensors that are copied: 1 GB.
-const VALUES: usize = 1 << 28;
-const COPIES: usize = 10;
+/// Values of the larger of the tensors that are copied: 0.5 GB, which devices bind, and half of it
+/// is more than any cache.
+const VALUES: usize = 1 << 27;
+const COPIES: usize = 30;
 
 /// Memory that a decode step reads, and how fast.
 #[derive(Debug, Clone, Serialize)]

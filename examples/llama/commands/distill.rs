@@ -20,7 +20,7 @@ use super::{DeviceOptions, TextOptions, print, saved_lines};
 pub(crate) struct Arguments {
     /// Hugging Face folder, dense or FP8.
     folder: PathBuf,
-    /// Folder to create.
+    /// Folder to create, or file that ends in .gguf.
     out: PathBuf,
     #[command(flatten)]
     distillation: Distillation,
@@ -69,7 +69,7 @@ struct Report {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    let dialect = arguments.output.dialect_or(None, &arguments.out);
+    let dialect = arguments.output.dialect_or(None, &arguments.out)?;
     let scheme = scheme(arguments.format, arguments.distillation.distill_method);
     let scheme = if has_tensor_scales(&dialect)? { scheme } else { scheme.without_tensor_scale() };
     let device = arguments.device.device()?;

@@ -340,10 +340,19 @@ fn quoted(path: &Path) -> String {
     }
 }
 
+/// Returns true if a path is that of a GGUF file.
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf"))
+}
+
 /// Formats a written folder, and a command that measures it.
 fn saved_lines(out: &Path, files: usize, bytes: u64, next: &str) -> String {
     let plural = if files == 1 { "" } else { "s" };
     let megabytes = bytes as f64 / 1e6;
     let path = quoted(out);
-    format!("saved {megabytes:.1} MB in {files} file{plural} to {path}\nnext: {next}")
+    let note = match is_gguf(out) {
+        true => "note: tensors have their names in the folder, so llama.cpp cannot run the file\n",
+        false => "",
+    };
+    format!("saved {megabytes:.1} MB in {files} file{plural} to {path}\n{note}next: {next}")
 }

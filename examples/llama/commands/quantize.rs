@@ -9,7 +9,7 @@ use burn_fp4::{Fp4Config, Fp4Report, Method, Sse};
 use llama::{Folder, Llama, QuantizeFolder, QuantizeOptions, QuantizedFolder, names};
 use serde::Serialize;
 
-use super::{DeviceOptions, TextOptions, print, saved_lines};
+use super::{DeviceOptions, TextOptions, is_gguf, print, saved_lines};
 
 /// Quantize a model of any size; calibrate it on a text if the method needs it. In memory are one
 /// decoder layer at a time (or the embedding, or the lm_head), the statistics of its inputs, and
@@ -19,7 +19,7 @@ use super::{DeviceOptions, TextOptions, print, saved_lines};
 pub(crate) struct Arguments {
     /// Hugging Face folder, dense or FP8.
     folder: PathBuf,
-    /// Folder to create.
+    /// Folder to create, or file that ends in .gguf.
     out: PathBuf,
     /// Recipe of `fp4 quantize` or `llama sensitivity --recipe`, instead of --format and --method.
     #[arg(
@@ -48,20 +48,32 @@ pub(crate) struct Arguments {
 #[derive(clap::Args)]
 pub(crate) struct OutputOptions {
     /// Dialect of the tensors: compressed-tensors, modelopt, mlx, or another that `fp4 convert
-    /// --help` lists; defaults to the dialect of the recipe, then to compressed-tensors, to
-    /// fp-quant with --hadamard, or to gguf for a path that ends in .gguf.
+    /// --help` lists. The default is that of the recipe, else fp-quant with --hadamard, gguf if OUT
+    /// ends in .gguf, and compressed-tensors otherwise.
     #[arg(long)]
     dialect: Option<String>,
 }
 
 impl OutputOptions {
-    /// Returns the dialect of what is written to a path, given the dialect of a recipe.
-    pub(crate) fn dialect_or(&self, of_recipe: Option<String>, out: &Path) -> String {
+    /// Returns the dialect for a path, given the dialect of a recipe.
+    ///
+    /// # Errors
+    /// GGUF alone is a file, whose name ends so.
+    pub(crate) fn dialect_or(&self, of_recipe: Option<String>, out: &Path) -> Result<String> {
         let dialect = self.dialect.clone().or(of_recipe);
-        dialect.unwrap_or_else(|| {
-            let is_file = out.extension().is_some_and(|end| end.eq_ignore_ascii_case("gguf"));
-            if is_file { "gguf" } else { "compressed-tensors" }.to_owned()
-        })
+        let by_name = || if is_gguf(out) { "gguf" } else { "compressed-tensors" }.to_owned();
+        let dialect = dialect.unwrap_or_else(by_name);
+        let shown = out.display();
+        ensure!(
+            dialect != "gguf" || is_gguf(out),
+            "{shown}: the dialect `gguf` is a file; end its name in .gguf, or pass another \
+             --dialect"
+        );
+        ensure!(
+            dialect == "gguf" || !is_gguf(out),
+            "{shown}: the dialect `{dialect}` is a folder; rename it, or pass --dialect gguf"
+        );
+        Ok(dialect)
     }
 }
 
@@ -90,7 +102,7 @@ pub(crate) fn has_tensor_scales(dialect: &str) -> Result<bool> {
 fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Config, String)> {
     let Some(path) = &arguments.recipe else {
         let transforms = arguments.options.hadamard.map(|_| "fp-quant".to_owned());
-        let dialect = arguments.output.dialect_or(transforms, &arguments.out);
+        let dialect = arguments.output.dialect_or(transforms, &arguments.out)?;
         let mut config = arguments.options.config(model)?;
         if !has_tensor_scales(&dialect)? {
             let method = config.scheme.method;
@@ -111,7 +123,7 @@ fn configuration(arguments: &Arguments, model: &Llama<Linear>) -> Result<(Fp4Con
          remove it",
         path.display()
     );
-    let dialect = arguments.output.dialect_or(recipe.dialect.take(), &arguments.out);
+    let dialect = arguments.output.dialect_or(recipe.dialect.take(), &arguments.out)?;
     // The dialect decides if layers that engines fuse share a tensor scale.
     recipe.dialect = Some(dialect.clone());
     Ok((Fp4Config::of_recipe(&recipe, &names())?, dialect))

@@ -8,8 +8,8 @@
 //!     rotate the queries
 //!     scores[query][position] = the products of the vectors of a position, in order of channels
 //!     weights = exp(scores - their maximum); keep the maximum and the sum
-//!     output[query] = weights x values: units add their positions, then units of one column in a
-//!     plane (on Hopper), then places in order
+//!     output[query] = weights x values: a unit adds its positions; on Hopper the units of a plane
+//!     that have one column add theirs; what is left is added in order
 //!     with counters: divide the output of a single tile by the sum; of several, the last cube adds
 //!     the tiles, as below                                                             (join_tiles)
 //! without counters, in a second launch, a cube takes a query head:
@@ -50,7 +50,7 @@ pub(super) struct AttentionArgs<F: Float, N: Size, C: Numeric, W: Size, S: Int> 
     partial: &'static mut [f32],
     /// The largest score of a tile, and the sum of its weights.
     softmax: &'static mut [f32],
-    /// Output and counters; none without counters.
+    /// Empty if a second launch adds the tiles.
     joined: Sequence<JoinedArgs<F>>,
     capacity: u32,
     /// Last position that has both a place and a rotation.
@@ -348,7 +348,7 @@ fn attend_to_tile<F: Float, N: Size, C: Numeric, W: Size, S: Int>(
             if position < tile {
                 // Its only tile.
                 let to = head * head_dim + channel_of(slot, plan);
-                // Never -0, as the sum of tiles.
+                // Never -0, as in the sum of tiles: the compiler would leave out `+ 0.0`.
                 let value = fma(1.0f32, sum, 0.0f32) / totals[row as usize];
                 attention.joined.index_mut(index).output[to as usize] =
                     narrow::<F>(value, conversion);

@@ -110,7 +110,8 @@ fn launch<F: Float>(
 ) {
     let vector = widest_vector(vocab_size, dtype);
     let (vectors, len) = ((vocab_size / vector) as u32, rows * vocab_size / vector);
-    // A unit has 16 sums, its kept vectors, and a value of each reduction over the cube.
+    // A unit has 16 sums, its kept vectors, and a value of each of three reductions over the cube;
+    // one more is for padding.
     let most = (device.shared_memory() / 4) as u32 / (20 + MAX_KEPT);
     let plan = Plan {
         units: device.units_of_row(MAX_UNITS.min(1 << most.max(1).ilog2())),
@@ -223,7 +224,7 @@ fn place_in_row(list: &Shared<[u32]>, visits: &Visits, number: u32, #[comptime] 
 }
 
 /// Keeps the vectors of a unit with a logit that reaches the floor, given the unit's largest logit.
-/// Keeps all if any unit has more than [`MAX_KEPT`].
+/// Keeps all if any unit has more than [`MAX_KEPT`], or there is no floor.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 fn keep<F: Float, N: Size>(

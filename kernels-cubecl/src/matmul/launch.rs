@@ -569,7 +569,7 @@ mod tests {
         // There are enough rows together, not alone.
         assert_eq!(of(&[1024, 7168], 16), Some(launch(16, 8192)));
         assert_eq!(of(&[4096], 1), Some(launch(1, 4096)));
-        // Of each weight, not of their sum.
+        // Each weight counts, not their sum.
         assert!(!of(&[40, 40], 1).expect("few rows").whole);
         assert!(of(&[64, 16], 1).expect("few rows").whole);
         assert_eq!(of(&[4096, 0], 1), None);

@@ -59,8 +59,8 @@ pub(super) fn place_of_codes(row: u32, vector: u32) -> u32 {
     row * ROW_CODES + (vector ^ (row & 1u32))
 }
 
-/// Starts to copy the codes and scales of a step to a slot of the lane's plane, nothing for k tiles
-/// beyond the last. `up` is the other weight of SwiGLU. Lanes that are next to each other copy
+/// Starts to copy the codes and scales of a step to a slot of the lane's plane. K tiles beyond the
+/// last are not copied. `up` is the other weight of SwiGLU. Lanes that are next to each other copy
 /// vectors that are.
 #[cube]
 pub(super) fn copy_codes<C: WgmmaInstructions, S: Int, W: Size>(

@@ -46,8 +46,7 @@ pub(crate) fn samples(reader: &str, folder: &Path) -> Vec<Sample> {
     let plain = WriteOptions { decode_fp4: Some(Dtype::BF16), ..whole };
     let write = |models: &[Model<'static>], dialect: &str, options: &WriteOptions| {
         let written = models.iter().enumerate().map(|(at, model)| {
-            let end = if dialect == "gguf" { ".gguf" } else { "" };
-            let path = folder.join(format!("{at}{end}"));
+            let path = folder.join(format!("{at}.gguf"));
             model.write(&path, dialect, options).expect(dialect);
             path
         });

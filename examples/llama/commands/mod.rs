@@ -350,7 +350,7 @@ fn saved_lines(out: &Path, files: usize, bytes: u64, next: &str) -> String {
     let plural = if files == 1 { "" } else { "s" };
     let megabytes = bytes as f64 / 1e6;
     let path = quoted(out);
-    let note = match is_gguf(out) {
+    let note = match out.is_file() {
         true => "note: tensors have their names in the folder, so llama.cpp cannot run the file\n",
         false => "",
     };

@@ -189,6 +189,25 @@ fn damage(file: &Path, tensor: &str) {
     std::fs::write(file, bytes).expect("a file");
 }
 
+/// Before anything is loaded or trained.
+#[test]
+fn a_path_that_does_not_fit_the_dialect_is_refused() {
+    let model = "tests/models/genesis";
+    for (command, name, dialect, kind) in [
+        ("quantize", "refused", "gguf", "a file"),
+        ("quantize", "refused.gguf", "modelopt", "a folder"),
+        ("distill", "refused.GGUF", "mlx", "a folder"),
+    ] {
+        let path = out(name);
+        let arguments = [command, model, path.to_str().expect("text"), "--dialect", dialect];
+        let output = llama(&arguments).output().expect("a process");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let expected = format!("{}: the dialect `{dialect}` is {kind}; ", path.display());
+        assert!(!output.status.success() && stderr.contains(&expected), "{stderr}");
+        assert!(!path.exists());
+    }
+}
+
 #[test]
 #[ignore = "slow"]
 fn a_report_is_the_same_for_every_dialect_and_shows_a_damaged_layer_first() {

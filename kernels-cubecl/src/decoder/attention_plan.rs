@@ -18,7 +18,7 @@ pub(super) const MAX_JOINED_TILES: u32 = 16;
 
 /// Sizes of the attention of a cube.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct AttentionPlan {
+pub(super) struct AttentionPlan {
     /// Units of a cube.
     pub(super) units: u32,
     pub(super) plane: u32,
